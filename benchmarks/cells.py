@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from crate_kernels.bench.rows import Results, Row
+from crate_kernels.bench.rows import BenchRow, Results
 
 OPERATORS = ("mssa", "tssa", "ista")  # benchmarks of one call of an operator
 NAMES = {
@@ -84,11 +84,11 @@ def graphed(results: Results) -> str:
     return markdown(["model", "dtype", *titles], lines)
 
 
-def _call_of(row: Row) -> str:
+def _call_of(row: BenchRow) -> str:
     return f"`{row.op}` {row.case} ({', '.join(map(str, row.shape))}), {DIRECTIONS[row.direction]}"
 
 
-def _on_clocks(row: Row | None, clocks: list[str]) -> str:
+def _on_clocks(row: BenchRow | None, clocks: list[str]) -> str:
     if row is None:
         return "-"
     return " / ".join(f"{1e6 * row.on(clock):.0f}" if row.samples(clock) else "-" for clock in clocks)

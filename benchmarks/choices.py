@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import cells
 from crate_kernels._core import measured
-from crate_kernels.bench.rows import DTYPES, Results, Row
+from crate_kernels.bench.rows import DTYPES, BenchRow, Results
 
 LEAST = 1.05  # less is within what runs differ by
 # By the names of results, the usual one first. Composite's attention is PyTorch's own, which stands for it where it was
@@ -54,7 +54,7 @@ def classes(results: Results) -> list[dict[str, Any]]:
     ]
 
 
-def _fastest(beside: Mapping[str, Row]) -> tuple[str, float]:
+def _fastest(beside: Mapping[str, BenchRow]) -> tuple[str, float]:
     """Return the backend to take for a case, and the usual one's time as a multiple of its; no name to take the usual.
 
     The default may be neither, a backend forward and another backward: it stays where that is the fastest.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from benchmarks.cells import OPERATORS
 from crate_kernels.bench import overhead
 from crate_kernels.bench.providers import DEFAULT, OURS
-from crate_kernels.bench.rows import CLOCKS, Results, Row
+from crate_kernels.bench.rows import CLOCKS, BenchRow, Results
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ GPU_GOALS = (
 )
 
 
-def ratios(results: Results, goal: Goal) -> list[tuple[Row, float]]:
+def ratios(results: Results, goal: Goal) -> list[tuple[BenchRow, float]]:
     """Return, for every case of a goal that has both, our row and the baseline as a multiple of it."""
     found = []
     for case in goal.cases:
@@ -151,7 +151,7 @@ def ratios(results: Results, goal: Goal) -> list[tuple[Row, float]]:
     return found
 
 
-def _ratio(results: Results, baseline: str, beside: list[Row], ours: Row) -> float | None:
+def _ratio(results: Results, baseline: str, beside: list[BenchRow], ours: BenchRow) -> float | None:
     """Return a baseline's time or memory as a multiple of ours; None where the results lack it."""
     rates = results.machine
     if baseline == _COPY:
@@ -213,7 +213,7 @@ def _of_both_clocks(results: Results) -> list[str]:
     return ["best other over ours, from Python", "all", target, measured, met, _HOST if missed else ""]
 
 
-def _ahead(beside: dict[str, Row]) -> float:
+def _ahead(beside: dict[str, BenchRow]) -> float:
     """Return the time of the best other as a multiple of ours; 0 without another."""
     others = [row.time for name, row in beside.items() if name not in (DEFAULT, *OURS)]
     return min(others, default=0.0) / beside[DEFAULT].time

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks import cells, choices, goals
 from crate_kernels.bench import rows
-from crate_kernels.bench.rows import Results, Row
+from crate_kernels.bench.rows import BenchRow, Results
 
 ROOT = Path(__file__).parent.parent
 PAGES = (
@@ -51,12 +51,12 @@ def _on(machine: str, results: dict[str, Results]) -> Results | None:
     return results.get(CPUS[machine])
 
 
-def _ratio(results: Results, row: Row, baseline: str) -> str:
+def _ratio(results: Results, row: BenchRow, baseline: str) -> str:
     found = results.in_group(row).get(baseline)
     return "-" if found is None or not found.times else f"{found.time / row.time:.2f}"
 
 
-def _ours(results: Results, bench: str, case: str, dtype: str, direction: str) -> Row | None:
+def _ours(results: Results, bench: str, case: str, dtype: str, direction: str) -> BenchRow | None:
     beside = results.find(bench=bench, case=case, dtype=dtype, direction=direction)
     return results.best(beside[0]) if beside else None
 
@@ -120,7 +120,7 @@ def _models(results: Results) -> str:
     return cells.markdown([*header, "composite", *more, "step, MiB: eager / ours"], lines)
 
 
-def _model(results: Results, row: Row, clock: list[str], has: set[str]) -> list[str] | None:
+def _model(results: Results, row: BenchRow, clock: list[str], has: set[str]) -> list[str] | None:
     """Render the model of eager's ``row`` by one clock; None where ours has no time."""
     directions = ("forward", "step")
     forward, step = (_ours(results, "models", row.case, row.dtype, direction) for direction in directions)
@@ -155,7 +155,7 @@ def _models_in_turn(results: Results) -> str:
 _MODEL_COLUMNS = {"default-compiled": "both compiled", "products": "its bare products"}
 
 
-def _compiled(results: Results, row: Row) -> str:
+def _compiled(results: Results, row: BenchRow) -> str:
     """Render the time of the compiled published model as a multiple of ours, compiled too."""
     ratios = []
     for direction in ("forward", "step"):

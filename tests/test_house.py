@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import re
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -124,6 +125,16 @@ def test_parameter_lists_are_short():
         and room(name(path)) not in ("models", "nn")
     ]
     assert long == []
+
+
+def test_class_names_are_unique():
+    """A name that is found once is found: two records ``Call`` send a reader to the wrong file."""
+    places = defaultdict(list)
+    for path in SOURCES:
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(name(path))
+    assert {found: where for found, where in places.items() if len(where) > 1} == {}
 
 
 def listed(path):

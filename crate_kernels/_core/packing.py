@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackedLayout:
     """Maps between packed tokens and places in the padded batch.
 
     Attributes:
@@ -46,7 +46,7 @@ class Layout:
         return self.pack(padded.unsqueeze(-1)).squeeze(-1).t().contiguous()
 
 
-def layout(cu_seqlens: Tensor, max_seqlen: int, total: int) -> Layout:
+def layout(cu_seqlens: Tensor, max_seqlen: int, total: int) -> PackedLayout:
     """Lay out ``total`` packed rows; offsets out of range are clamped, as kernels clamp them."""
     bounds = cu_seqlens.long().clamp(0, total)
     place = torch.arange(max_seqlen, device=bounds.device)
@@ -56,10 +56,10 @@ def layout(cu_seqlens: Tensor, max_seqlen: int, total: int) -> Layout:
     sequence = (torch.searchsorted(bounds, row, right=True) - 1).clamp(0, mask.shape[0] - 1)
     position = row - bounds[sequence]
     inside = (row < bounds[-1]) & (position >= 0) & (position < max_seqlen)
-    return Layout(mask, source, sequence, position.clamp(0, max(max_seqlen - 1, 0)), inside)
+    return PackedLayout(mask, source, sequence, position.clamp(0, max(max_seqlen - 1, 0)), inside)
 
 
-def pad(w: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Layout]:
+def pad(w: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, PackedLayout]:
     """Return packed ``w`` (total, nheads, head_dim) as a padded batch, and the layout of both."""
     where = layout(cu_seqlens, max_seqlen, w.shape[0])
     return where.pad(w), where

@@ -32,7 +32,7 @@ class _Place(NamedTuple):
     offset: int
 
 
-class _Step(NamedTuple):
+class _PlanStep(NamedTuple):
     """A launch, or an operation on tensors."""
 
     kind: str
@@ -69,7 +69,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.inputs = inputs
-        self.steps: list[_Step] = []
+        self.steps: list[_PlanStep] = []
         self.allocations: list[Tensor] = []
         self.results: dict[int, Tensor] = {}  # what steps make, by their number
         self.failure: str | None = None
@@ -188,7 +188,7 @@ class Recorder(TorchDispatchMode):
     def _step(self, kind: str, *tensors: Tensor, numbers: tuple = ()) -> None:
         for tensor in tensors:
             self.place(tensor)
-        self.steps.append(_Step(kind, tensors, numbers=numbers))
+        self.steps.append(_PlanStep(kind, tensors, numbers=numbers))
 
     def _view(self, base: Tensor, result: Any) -> None:
         root, offset = self.place(base)
@@ -240,7 +240,7 @@ class Recorder(TorchDispatchMode):
         except Unplannable as reason:
             self.failure = str(reason)
             return
-        self.steps.append(_Step("launch", (), launch))
+        self.steps.append(_PlanStep("launch", (), launch))
 
     def words(self, results: Sequence[Tensor]) -> list[int]:
         """Write the plan down, as csrc/common/plan_program.h reads it."""
@@ -361,7 +361,7 @@ class _Writer:
             *addresses,
         ]
 
-    def _operation(self, step: _Step) -> list[int]:
+    def _operation(self, step: _PlanStep) -> list[int]:
         words, registers = [0, _OPERATIONS[step.kind]], [self._register(t) for t in step.tensors]
         if step.kind == "kernel":
             name, arguments = step.numbers

@@ -159,7 +159,7 @@ class Provider:
 
 
 @dataclass(frozen=True)
-class Step:
+class TimedStep:
     """One decoding step: one new token per sequence, with ``cached`` tokens before it.
 
     Attributes:
@@ -194,10 +194,10 @@ class Decoding:
         least_bytes: bytes of the cache that a step must read or write.
     """
 
-    steps: tuple[Step, ...]
-    make: Callable[[Step, str, Tensor, Tensor], Stepper]
+    steps: tuple[TimedStep, ...]
+    make: Callable[[TimedStep, str, Tensor, Tensor], Stepper]
     providers: tuple[str, ...]
-    least_bytes: Callable[[Step, torch.dtype], float]
+    least_bytes: Callable[[TimedStep, torch.dtype], float]
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SampledCheck:
     """Comparison of one part of a case, whose full exact results do not fit in memory.
 
     Attributes:
@@ -279,7 +279,7 @@ class Spec:
     excluded: Callable[[Case, str, torch.dtype], str | None] = never
     providers: tuple[Provider, ...] = ()
     decoding: Decoding | None = None
-    sampling: Sampling | None = None
+    sampling: SampledCheck | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ def compiled(
     Raises:
         BuildError: the sources are not installed.
         nvrtc.Unavailable: there is no NVRTC.
-        nvrtc.Refused: it does not compile for this GPU.
+        nvrtc.NotCompiled: it does not compile for this GPU.
     """
     compiler = nvrtc.library() if compiler is None else compiler
     architecture = compiler.architecture(capability)

@@ -23,7 +23,7 @@ from crate_kernels._native.libraries import BuildError
 _MOST_BLOCKS = 2**31 - 1
 
 
-class Gpu(Protocol):
+class LaunchDevice(Protocol):
     """What kernels are launched on.
 
     Attributes:
@@ -55,20 +55,20 @@ class _Nvidia(driver.Gpu):
     def function(self, kernel: Kernel, types: tuple[type[Record], ...]) -> Function:
         try:
             return self.load(*cubins.compiled(kernel, self.capability, types))
-        except (BuildError, nvrtc.Unavailable, nvrtc.Refused) as reason:
+        except (BuildError, nvrtc.Unavailable, nvrtc.NotCompiled) as reason:
             raise backends.Refused(f"cannot compile {kernel.name}: {reason}") from reason
         except driver.Unloadable as reason:
             raise backends.Refused(f"cannot load {kernel.name}: {reason}") from reason
 
 
 # By type of device, how to open the GPU of a number. Tests add the CPU, which emulates one.
-OPENERS: dict[str, Callable[[int], Gpu]] = {"cuda": lambda index: _Nvidia(index, driver.driver())}
-_gpus: dict[tuple[str, int], Gpu] = {}
+OPENERS: dict[str, Callable[[int], LaunchDevice]] = {"cuda": lambda index: _Nvidia(index, driver.driver())}
+_gpus: dict[tuple[str, int], LaunchDevice] = {}
 _functions: dict[tuple[str, int, Kernel], Function | backends.Refused] = {}
 _lock = threading.RLock()
 
 
-def gpu(device: torch.device) -> Gpu:
+def gpu(device: torch.device) -> LaunchDevice:
     """Return the GPU of a device."""
     key = (device.type, device.index or 0)
     found = _gpus.get(key)

@@ -22,7 +22,7 @@ class Unavailable(RuntimeError):
     """There is no NVRTC here; the message says what to do about it."""
 
 
-class Refused(RuntimeError):
+class NotCompiled(RuntimeError):
     """NVRTC does not compile for the architecture, or not the source; the message has what it says."""
 
 
@@ -69,7 +69,7 @@ class Nvrtc:
         older = [known for known in self.architectures if known < capability]
         if not older:
             found = "{}.{}".format(*self.version)
-            raise Refused(f"NVRTC {found} compiles from sm_{self.architectures[0]} on, this GPU is sm_{capability}")
+            raise NotCompiled(f"NVRTC {found} compiles from sm_{self.architectures[0]} on, this GPU is sm_{capability}")
         return f"compute_{older[-1]}"
 
     def compile(
@@ -96,7 +96,7 @@ class Nvrtc:
             words = [f"--gpu-architecture={architecture}".encode(), *(option.encode() for option in options)]
             status = self._library.nvrtcCompileProgram(program, len(words), (c_char_p * len(words))(*words))
             if status:
-                raise Refused(f"NVRTC: {self._text(status)} for {architecture}:\n{self._log(program)}")
+                raise NotCompiled(f"NVRTC: {self._text(status)} for {architecture}:\n{self._log(program)}")
             lowered = {name: self._lowered(program, name) for name in names}
             kind = "PTX" if architecture.startswith("compute_") else "CUBIN"
             return Compiled(self._bytes(program, kind), lowered, self._log(program))
@@ -120,7 +120,7 @@ class Nvrtc:
     def _call(self, function: str, *arguments: Any) -> None:
         status = getattr(self._library, function)(*arguments)
         if status:
-            raise Refused(f"NVRTC: {function}: {self._text(status)}")
+            raise NotCompiled(f"NVRTC: {function}: {self._text(status)}")
 
     def _text(self, status: int) -> str:
         describe = self._library.nvrtcGetErrorString
@@ -161,7 +161,7 @@ def library() -> Nvrtc:
     for place in _places(majors, Path(torch.__file__).parents[1]):
         try:
             return load(place)
-        except (OSError, AttributeError, Refused) as error:  # not there, not NVRTC, or broken
+        except (OSError, AttributeError, NotCompiled) as error:  # not there, not NVRTC, or broken
             refused = f" ({error})"
     raise Unavailable(f"NVRTC, which PyTorch's CUDA wheels bring, is not found{refused}; pip install nvidia-cuda-nvrtc")
 

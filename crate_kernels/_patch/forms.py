@@ -100,7 +100,7 @@ class ModuleForm:
 
 
 @dataclass(frozen=True)
-class Attention(ModuleForm):
+class AttentionForm(ModuleForm):
     """Attention with one projection.
 
     Attributes:
@@ -175,7 +175,7 @@ class Attention(ModuleForm):
 
 
 @dataclass(frozen=True)
-class Sparse(ModuleForm):
+class SparseForm(ModuleForm):
     """ISTA: plain for ``steps`` = 0, else overcomplete with ``steps`` steps, a number or an attribute's name.
 
     ``step``: the attributes with the step size and the threshold, numbers or tensors. ``transposed``: the module keeps

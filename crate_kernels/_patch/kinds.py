@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels._patch import masks
-from crate_kernels._patch.forms import Attention, ModuleForm, Sparse, label, linear_sizes, number, tensor
+from crate_kernels._patch.forms import AttentionForm, ModuleForm, SparseForm, label, linear_sizes, number, tensor
 
 # Known names of each part.
 PROJECTIONS = ("qkv", "c_attn", "to_qkv")
@@ -59,7 +59,7 @@ def readings(module: nn.Module) -> tuple[list[ModuleForm], str | None]:
 
 def with_dropout(module: nn.Module, form: ModuleForm) -> Iterator[ModuleForm]:
     """Yield the form with each possible place of dropout, on the weights and on the output, likeliest first."""
-    if not isinstance(form, Attention):
+    if not isinstance(form, AttentionForm):
         yield form
         return
     children = [name for name in DROPOUTS if label(module._modules.get(name)) == "dropout"]
@@ -109,7 +109,9 @@ def _attention_forms(module: nn.Module, projection: str) -> tuple[list[ModuleFor
     return forms, None
 
 
-def _tssa_forms(module: nn.Module, heads: int, labels: dict[str, str], common: dict[str, Any]) -> Iterator[Attention]:
+def _tssa_forms(
+    module: nn.Module, heads: int, labels: dict[str, str], common: dict[str, Any]
+) -> Iterator[AttentionForm]:
     bypassed = _bypassed(labels, ("softmax over heads",))
     temps = {name: tensor(module, name) for name in TEMPS}
     bias = tensor(module, "denom_bias")
@@ -117,20 +119,20 @@ def _tssa_forms(module: nn.Module, heads: int, labels: dict[str, str], common: d
         if temp is None or tuple(temp.shape) not in ((heads,), (heads, 1)):
             continue
         if bias is None:
-            yield Attention("tssa", "tssa", (name,), bypassed=bypassed, **common)
-            yield Attention("causal tssa", "tssa", (name,), bypassed=bypassed, **common, causal=True)
+            yield AttentionForm("tssa", "tssa", (name,), bypassed=bypassed, **common)
+            yield AttentionForm("causal tssa", "tssa", (name,), bypassed=bypassed, **common, causal=True)
         elif bias.shape[0] == heads:
-            yield Attention("causal tssa", "tssa", (name, "denom_bias"), bypassed=bypassed, **common, causal=True)
+            yield AttentionForm("causal tssa", "tssa", (name, "denom_bias"), bypassed=bypassed, **common, causal=True)
 
 
-def _mssa_forms(module: nn.Module, labels: dict[str, str], common: dict[str, Any]) -> Iterator[Attention]:
+def _mssa_forms(module: nn.Module, labels: dict[str, str], common: dict[str, Any]) -> Iterator[AttentionForm]:
     plain = ("identity", "relu")
     phi = next((labels[name] for name in ATTENDS if labels.get(name) in plain), "softmax")
     bypassed = _bypassed(labels, ("softmax", *plain))
     scales = [name for name in SCALES if number(module, name)]
     for causal in (False, True):
         for scale in (*scales, None, 1.0):
-            form = Attention("mssa", "mssa", (), bypassed=bypassed, **common, causal=causal, phi=phi, scale=scale)
+            form = AttentionForm("mssa", "mssa", (), bypassed=bypassed, **common, causal=causal, phi=phi, scale=scale)
             form = replace(form, numbers=(scale,)) if isinstance(scale, str) else form
             yield replace(form, kind="causal mssa") if causal else form
 
@@ -175,8 +177,8 @@ def _ista_forms(module: nn.Module) -> tuple[list[ModuleForm], str | None]:
     for names, rows, columns in found:
         for transposed in (False, True):
             if len(names) == 1 and rows == columns:
-                forms.append(Sparse("ista", "ista", names, **common, transposed=transposed, steps=0))
-            forms.append(Sparse("ista_overcomplete", "ista", names, **common, transposed=transposed, steps=steps))
+                forms.append(SparseForm("ista", "ista", names, **common, transposed=transposed, steps=0))
+            forms.append(SparseForm("ista_overcomplete", "ista", names, **common, transposed=transposed, steps=steps))
     return forms, None
 
 

@@ -1,7 +1,7 @@
 """Meanings of a mask given to a published attention, and the operator's options for each.
 
 Re-implementations take different masks: over keys or over pairs of tokens, True for kept or for dropped. A probe
-tries every ``Mask``. A call whose mask has none of the proven meanings runs the published forward.
+tries every ``MaskMeaning``. A call whose mask has none of the proven meanings runs the published forward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from crate_kernels._core import checks
 
 
 @dataclass(frozen=True)
-class Mask:
+class MaskMeaning:
     """One meaning of a mask.
 
     Attributes:
@@ -77,7 +77,7 @@ class Mask:
 
 
 CANDIDATES = tuple(
-    Mask(rank, pairs, dtype, keep)
+    MaskMeaning(rank, pairs, dtype, keep)
     for pairs, rank, dtype, keep in itertools.product((False, True), (2, 3, 4), ("bool", "int", "float"), (True, False))
 )
 
@@ -94,7 +94,7 @@ class Argument:
 
     name: str
     absent: bool = True
-    masks: tuple[Mask, ...] = ()
+    masks: tuple[MaskMeaning, ...] = ()
 
     def options(self, value: Any, x: Tensor, causal: bool) -> dict[str, Any] | None:
         """Return the operator's options for the mask of a call; None if only the published forward can take it."""

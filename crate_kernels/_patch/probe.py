@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from crate_kernels._core import backends
-from crate_kernels._patch.forms import PLAIN, Attention, ModuleForm, Sparse, number, tensor
+from crate_kernels._patch.forms import PLAIN, AttentionForm, ModuleForm, SparseForm, number, tensor
 from crate_kernels._patch.kinds import DROPOUTS, TENSORS, with_dropout
-from crate_kernels._patch.masks import CANDIDATES, Mask
+from crate_kernels._patch.masks import CANDIDATES, MaskMeaning
 from crate_kernels._patch.shadow import KnownMasks, quiet, same_state, shadow_of
 
 # A module may do part of its work in float32: about a dozen roundings of 1.2e-7. Another function differs by
@@ -117,7 +117,7 @@ class _Comparison:
             self.compare(form, call)
         if form.mask is not None:
             form = replace(form, mask=replace(form.mask, masks=tuple(self.proven_masks(form))))
-        if isinstance(form, Sparse) and not form.maps:
+        if isinstance(form, SparseForm) and not form.maps:
             form = replace(form, deep=self.takes_any_rank(form, call))
         return self.place_dropout(form, call)
 
@@ -143,7 +143,7 @@ class _Comparison:
     def compare_long(self, form: ModuleForm, call: _Call) -> None:
         """Compare the outputs of a long sequence, which show windows and tables of positions."""
         seqlen = _LONG_SPARSE
-        if isinstance(form, Attention):
+        if isinstance(form, AttentionForm):
             sizes = {size for p in self.drawn.values() for size in p.shape}
             counts = {n: v for n, v in vars(self.module).items() if type(v) is int and v < _LONG_MOST}
             windows = (v + 1 for n, v in counts.items() if "win" in n or v not in sizes)
@@ -179,10 +179,10 @@ class _Comparison:
                 return way
         raise _Difference("its dropout is not the operator's")
 
-    def proven_masks(self, form: ModuleForm) -> Iterator[Mask]:
+    def proven_masks(self, form: ModuleForm) -> Iterator[MaskMeaning]:
         """Yield the meanings of a mask that agree with the module."""
         for mask in CANDIDATES:
-            if mask.pairs and (form.op != "mssa" or (isinstance(form, Attention) and form.causal)):
+            if mask.pairs and (form.op != "mssa" or (isinstance(form, AttentionForm) and form.causal)):
                 continue
             with contextlib.suppress(Exception), torch.no_grad():
                 x = self.short_tokens(form)
@@ -272,7 +272,7 @@ def same_numbers(module: nn.Module, form: ModuleForm, backend: str | None, patch
         backends.resolve(form.op, backend, device, dtype)
     except NotImplementedError as error:
         return str(error)
-    threshold = _size(getattr(module, form.step[1])) if isinstance(form, Sparse) else 0.0
+    threshold = _size(getattr(module, form.step[1])) if isinstance(form, SparseForm) else 0.0
     shape = form.shape(module, 2, _short_seqlen(module))
     call = without_mask() if form.mask is None or form.mask.absent else masked(form, form.mask.masks[0])
     try:
@@ -304,7 +304,7 @@ def without_mask(**arguments: None) -> _Call:
     return lambda batch, seqlen: (arguments, {})
 
 
-def masked(form: ModuleForm, mask: Mask, empty: bool = False) -> _Call:
+def masked(form: ModuleForm, mask: MaskMeaning, empty: bool = False) -> _Call:
     """Return a call with a mask that drops some keys, or all keys of one sequence; a mask of pairs is causal."""
     assert form.mask is not None
     name = form.mask.name

@@ -31,7 +31,7 @@ _TUNED = Path(__file__).with_name("tuned")  # tables that were tuned elsewhere, 
 
 
 @dataclass(frozen=True)
-class Row:
+class LaunchRow:
     """One row of a launch table; a condition that is None always holds.
 
     Attributes:
@@ -74,7 +74,7 @@ class Table:
     """
 
     name: str
-    rows: Mapping[str, tuple[Row, ...]]
+    rows: Mapping[str, tuple[LaunchRow, ...]]
     candidates: tuple[Config, ...] = ()
 
     def config(self, device: torch.device, head_dim: int, seqlen: int, causal: bool, dtype: torch.dtype) -> Config:
@@ -120,7 +120,7 @@ def _find(table: Table, key: str, gpu: str, head_dim: int, seqlen: int, causal: 
     return next(row.config for row in (*tuned, *own) if row.fits(head_dim, seqlen, causal, half))
 
 
-def _entries(row: Row) -> set[str]:
+def _entries(row: LaunchRow) -> set[str]:
     """Return the names in a row's configuration, without what any launch may have."""
     return row.config.keys() - {"maxnreg"}
 
@@ -149,7 +149,7 @@ def user_table(gpu: str) -> Path:
 
 
 @functools.lru_cache(maxsize=16)
-def user_rows(gpu: str) -> Mapping[str, tuple[Row, ...]]:
+def user_rows(gpu: str) -> Mapping[str, tuple[LaunchRow, ...]]:
     """Read the rows that ``tune`` wrote for a GPU, by table; empty without a valid file."""
     try:
         return _read_tables(user_table(gpu)) if gpu else {}
@@ -158,12 +158,12 @@ def user_rows(gpu: str) -> Mapping[str, tuple[Row, ...]]:
 
 
 @functools.lru_cache(maxsize=16)
-def _shipped_rows(gpu: str) -> Mapping[str, tuple[Row, ...]]:
+def _shipped_rows(gpu: str) -> Mapping[str, tuple[LaunchRow, ...]]:
     """Read the rows that were tuned for a GPU of this name and are part of the package."""
     return _read_tables(_TUNED / f"{files.plain_name(gpu)}.json") if gpu else {}
 
 
-def _read_tables(path: Path) -> Mapping[str, tuple[Row, ...]]:
+def _read_tables(path: Path) -> Mapping[str, tuple[LaunchRow, ...]]:
     """Read a file of ``tune``; empty if there is none, or it is from another version."""
     try:
         tables = json.loads(path.read_text())["tables"]
@@ -172,15 +172,15 @@ def _read_tables(path: Path) -> Mapping[str, tuple[Row, ...]]:
         return {}
 
 
-def _read_rows(rows: list[dict]) -> tuple[Row, ...] | None:
+def _read_rows(rows: list[dict]) -> tuple[LaunchRow, ...] | None:
     """Return the rows of one table; None if another version wrote them, whose tables had other columns."""
     try:
-        return tuple(Row(**row) for row in rows)
+        return tuple(LaunchRow(**row) for row in rows)
     except TypeError:
         return None
 
 
-def write_user_rows(gpu: str, tables: Mapping[str, Iterable[Row]]) -> Path:
+def write_user_rows(gpu: str, tables: Mapping[str, Iterable[LaunchRow]]) -> Path:
     """Add rows to the file of ``tune``; a row replaces an older one with the same conditions. Effective at once."""
     path = user_table(gpu)
     # The file has every table: read, change and write it before another process does.

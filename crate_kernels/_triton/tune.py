@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crate_kernels._triton.table import Config, Row, Table, forced
+from crate_kernels._triton.table import Config, LaunchRow, Table, forced
 
 # ("ready",), then per workload ("trying", number of the configuration), ("timed", number, seconds or None), ... and
 # ("found", config, seconds, seconds of the shipped one) or ("failed", reason).
@@ -57,7 +57,7 @@ class Workload:
     """
 
     table: Table
-    row: Row
+    row: LaunchRow
     make: Callable[[], Prepared]
 
     def __str__(self) -> str:
@@ -65,9 +65,9 @@ class Workload:
         dtype = {None: "", True: " 16-bit", False: " fp32"}[self.row.half]
         return f"{self.table.name} head_dim {self.row.head_dim} seqlen {self.row.seqlen or 'longer'}{causal}{dtype}"
 
-    def tuned(self, config: Config) -> Row:
+    def tuned(self, config: Config) -> LaunchRow:
         """Return the row to write, with the configuration found."""
-        return Row(dict(config), *self.row.conditions)
+        return LaunchRow(dict(config), *self.row.conditions)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from crate_kernels import models
-from crate_kernels._core.spec import Decoding, Step
+from crate_kernels._core.spec import Decoding, TimedStep
 from crate_kernels.bench import measuring, memory, networks
 from crate_kernels.bench.gate import Deviation, judge
 from crate_kernels.bench.providers import OURS, unavailable_reason
-from crate_kernels.bench.rows import DTYPES, Row
+from crate_kernels.bench.rows import DTYPES, BenchRow
 from crate_kernels.testing import FORWARD_FACTOR, SPECS
 
 STEPS = tuple(step for spec in SPECS.values() if spec.decoding for step in spec.decoding.steps)
@@ -33,7 +33,7 @@ def providers_of(op: str) -> tuple[str, ...]:
     return *_decoding_of(op).providers, *OURS
 
 
-def _unavailable_reason(step: Step, provider: str, dtype: torch.dtype, device: torch.device) -> str | None:
+def _unavailable_reason(step: TimedStep, provider: str, dtype: torch.dtype, device: torch.device) -> str | None:
     if provider == "flash-attn":
         if find_spec("flash_attn") is None:
             return "flash-attn is not installed"
@@ -41,23 +41,23 @@ def _unavailable_reason(step: Step, provider: str, dtype: torch.dtype, device: t
     return unavailable_reason(step.op, dtype, device, provider) if provider in OURS else None
 
 
-def _draw(step: Step, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _draw(step: TimedStep, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     batch, nheads, cached, head_dim = step.shape
     w = torch.randn(batch, nheads, cached + 1, head_dim, generator=torch.Generator().manual_seed(0)) * 3**-0.5
     w = w.to(device, dtype)
     return w[:, :, :cached].contiguous(), w[:, :, cached:].contiguous()
 
 
-def blank(step: Step, dtype: str, provider: str) -> Row:
+def blank(step: TimedStep, dtype: str, provider: str) -> BenchRow:
     """Return the row of a step, without results."""
-    row = Row("decode", step.op, str(step), dtype, "forward", provider, shape=list(step.shape))
+    row = BenchRow("decode", step.op, str(step), dtype, "forward", provider, shape=list(step.shape))
     row.bytes = _decoding_of(step.op).least_bytes(step, DTYPES[dtype])
     row.unit, row.amount = "tokens", float(step.shape[0])
     return row
 
 
 @torch.no_grad()
-def measure(row: Row, step: Step, device: torch.device, timer: measuring.Timer) -> Row:
+def measure(row: BenchRow, step: TimedStep, device: torch.device, timer: measuring.Timer) -> BenchRow:
     """Time one decoding step after comparing its output with float64."""
     dtype, provider = DTYPES[row.dtype], row.provider
     reason = _unavailable_reason(step, provider, dtype, device)
@@ -77,7 +77,7 @@ def measure(row: Row, step: Step, device: torch.device, timer: measuring.Timer) 
 
 
 @dataclass(frozen=True)
-class Text:
+class GeneratedText:
     """A text to generate: ``new`` tokens after a prompt of ``prompt``, greedily."""
 
     model: str
@@ -92,21 +92,27 @@ class Text:
 
 
 TEXTS = (
-    *(Text(n, 1, 128, 64, "cpu", "fp32") for n in ("crate_lm_base", "crate_lm_overcomplete_12l", "tost_lm_base")),
-    *(Text(n, 8, 512, 256, "cuda", "bf16") for n in ("crate_lm_base", "crate_lm_overcomplete_12l", "tost_lm_base")),
+    *(
+        GeneratedText(n, 1, 128, 64, "cpu", "fp32")
+        for n in ("crate_lm_base", "crate_lm_overcomplete_12l", "tost_lm_base")
+    ),
+    *(
+        GeneratedText(n, 8, 512, 256, "cuda", "bf16")
+        for n in ("crate_lm_base", "crate_lm_overcomplete_12l", "tost_lm_base")
+    ),
 )
 TEXT_PROVIDERS = ("recomputing", "composite", "default", "default-graphed")
 
 
-def blank_text(text: Text, provider: str) -> Row:
+def blank_text(text: GeneratedText, provider: str) -> BenchRow:
     """Return the row of a text, without results."""
-    row = Row("generation", "model", str(text), text.dtype, "forward", provider, unit="tokens")
+    row = BenchRow("generation", "model", str(text), text.dtype, "forward", provider, unit="tokens")
     row.amount = float(text.batch * text.new)
     return row
 
 
 @torch.no_grad()
-def measure_text(row: Row, text: Text, device: torch.device, timer: measuring.Timer) -> Row:
+def measure_text(row: BenchRow, text: GeneratedText, device: torch.device, timer: measuring.Timer) -> BenchRow:
     """Time the generation of a text. Each token must be the likeliest in float64, up to rounding.
 
     "recomputing" is the published code: the reference implementation on the whole window for every token.

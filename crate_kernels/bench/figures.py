@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from crate_kernels._core import backends, spec
 from crate_kernels.bench.drawing import BLUE, GREEN, GREY, ORANGE, PINK, SKY, axes
-from crate_kernels.bench.rows import Results, Row
+from crate_kernels.bench.rows import BenchRow, Results
 from crate_kernels.testing import SPECS
 
 _STYLES = {
@@ -49,7 +49,7 @@ class Series:
 
     provider: str
     sizes: list[int]
-    rows: list[Row]
+    rows: list[BenchRow]
     exhausted: int | None
 
     def exponent(self, values: list[float]) -> float | None:
@@ -71,7 +71,7 @@ class Series:
         return [float(max(row.peak_bytes or 0, row.resident_bytes or 0)) for row in self.rows]
 
 
-def size_of(row: Row) -> int:
+def size_of(row: BenchRow) -> int:
     """Return a row's value of the size that its sweep varies."""
     return spec.size_of(row.shape, SPECS[row.op].axes, row.sweep)
 
@@ -174,7 +174,7 @@ def roofline(results: Results, dtype: str = "fp32") -> Figure:
     return figure
 
 
-def _multiplied(results: Results, dtype: str) -> list[Row]:
+def _multiplied(results: Results, dtype: str) -> list[BenchRow]:
     """List the timed forward passes of the operators that multiply."""
     rows = results.find(dtype=dtype, direction="forward")
     return [r for r in rows if r.bench in _MULTIPLYING and r.flops and r.bytes and r.times]

@@ -12,7 +12,7 @@ import torch
 from crate_kernels._core.spec import Provider
 from crate_kernels.bench import clock, measuring
 from crate_kernels.bench.gate import gate
-from crate_kernels.bench.rows import DTYPES, INTERLEAVED, Row
+from crate_kernels.bench.rows import DTYPES, INTERLEAVED, BenchRow
 from crate_kernels.testing import Timed
 
 DIRECTIONS = ("forward", "both")
@@ -20,13 +20,13 @@ _BETWEEN = 1 << 26  # bytes that are written between two calls; more than a CPU'
 _LEAST, _MOST = 5, 50
 
 
-def blank(timed: Timed, dtype: str, direction: str, provider: str) -> Row:
+def blank(timed: Timed, dtype: str, direction: str, provider: str) -> BenchRow:
     """Return the row of a provider, without results."""
     return measuring.blank(INTERLEAVED, timed, dtype, direction, provider)
 
 
 def measure(
-    rows: Sequence[Row], timed: Timed, providers: Sequence[Provider], device: torch.device, seconds: float
+    rows: Sequence[BenchRow], timed: Timed, providers: Sequence[Provider], device: torch.device, seconds: float
 ) -> None:
     """Fill in the rows, one per provider, of one case, dtype and direction.
 
@@ -55,7 +55,7 @@ def measure(
     in_turn(calls, seconds)
 
 
-def in_turn(calls: Sequence[tuple[Row, clock.Call]], seconds: float) -> None:
+def in_turn(calls: Sequence[tuple[BenchRow, clock.Call]], seconds: float) -> None:
     """Time calls in turn, and write to memory between them; the samples go into the rows.
 
     Each round has an order of its own: a call finds the memory that the one before has freed.

@@ -10,7 +10,7 @@ import torch
 from crate_kernels._core.spec import Function, Provider
 from crate_kernels.bench import clock, memory
 from crate_kernels.bench.gate import Verdict, gate, upstream
-from crate_kernels.bench.rows import DTYPES, Row
+from crate_kernels.bench.rows import DTYPES, BenchRow
 from crate_kernels.testing import SPECS, Timed
 
 DIRECTIONS = ("forward", "backward", "both")
@@ -18,11 +18,11 @@ DIRECTIONS = ("forward", "backward", "both")
 Timer = Callable[[clock.Call, clock.Prepare], list[float]]
 
 
-def blank(bench: str, timed: Timed, dtype: str, direction: str, provider: str, sweep: str = "") -> Row:
+def blank(bench: str, timed: Timed, dtype: str, direction: str, provider: str, sweep: str = "") -> BenchRow:
     """Return the row of a case, without results."""
     case = timed.case
     options = dict(case.options)
-    row = Row(bench, case.op, case.name, dtype, direction, provider, timed.layer, list(case.shape), options, sweep)
+    row = BenchRow(bench, case.op, case.name, dtype, direction, provider, timed.layer, list(case.shape), options, sweep)
     work = SPECS[case.op].work(case)
     row.flops = None if work.flops is None else _in_direction(direction, work.flops)
     row.bytes = DTYPES[dtype].itemsize * _in_direction(direction, work.elements)
@@ -34,7 +34,7 @@ def _in_direction(direction: str, amounts: tuple[float, float]) -> float:
     return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
 
 
-def measure(row: Row, timed: Timed, provider: Provider, device: torch.device, timer: Timer) -> Row:
+def measure(row: BenchRow, timed: Timed, provider: Provider, device: torch.device, timer: Timer) -> BenchRow:
     """Fill in ``row``: errors, times and memory, or the reason for having no time."""
     dtype = DTYPES[row.dtype]
     reason = provider.unavailable_reason(timed.case, dtype, device)
@@ -54,7 +54,7 @@ def measure(row: Row, timed: Timed, provider: Provider, device: torch.device, ti
     return within_memory(row, device, check_and_time)
 
 
-def within_memory(row: Row, device: torch.device, work: Callable[[], None]) -> Row:
+def within_memory(row: BenchRow, device: torch.device, work: Callable[[], None]) -> BenchRow:
     """Do the work that fills in ``row``; running out of memory becomes the row's reason for having no time."""
     try:
         with memory.limited(device):
@@ -67,7 +67,7 @@ def within_memory(row: Row, device: torch.device, work: Callable[[], None]) -> R
     return row
 
 
-def record_verdict(row: Row, verdict: Verdict) -> None:
+def record_verdict(row: BenchRow, verdict: Verdict) -> None:
     """Copy the result of the gate into ``row``."""
     row.error, row.times_eager, row.share = verdict.error, verdict.times_eager, verdict.share
     if not verdict.passed:
@@ -75,7 +75,7 @@ def record_verdict(row: Row, verdict: Verdict) -> None:
 
 
 def record_times(
-    row: Row, call: clock.Call, prepare: clock.Prepare, device: torch.device, timer: Timer, watch: bool = True
+    row: BenchRow, call: clock.Call, prepare: clock.Prepare, device: torch.device, timer: Timer, watch: bool = True
 ) -> None:
     """Time a call that passed the gate, by every clock; measure its memory if ``watch``."""
     row.seconds = timer(call, prepare)

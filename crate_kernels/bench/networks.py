@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from crate_kernels import models
 from crate_kernels.bench import clock, floor, interleaved, measuring
 from crate_kernels.bench.gate import Deviation, Verdict, judge
-from crate_kernels.bench.rows import DTYPES, INTERLEAVED, Row
+from crate_kernels.bench.rows import DTYPES, INTERLEAVED, BenchRow
 from crate_kernels.nn import ISTA, MSSA, TSSA, CausalMSSA, CausalTSSA, OvercompleteISTA
 from crate_kernels.ops.ista import spec as ista
 from crate_kernels.ops.mssa import spec as mssa
@@ -221,12 +221,12 @@ def _verdict_on(draw: int, network: Network, model: nn.Module, dtype: torch.dtyp
     return judge(found, dtype)
 
 
-def blank(network: Network, dtype: str, direction: str, provider: str) -> Row:
+def blank(network: Network, dtype: str, direction: str, provider: str) -> BenchRow:
     """Return the row of a network, without results; ``direction`` is "forward" or "step"."""
-    return Row("models", "model", network.name, dtype, direction, provider, unit=network.unit)
+    return BenchRow("models", "model", network.name, dtype, direction, provider, unit=network.unit)
 
 
-def measure(row: Row, network: Network, device: torch.device, timer: measuring.Timer) -> Row:
+def measure(row: BenchRow, network: Network, device: torch.device, timer: measuring.Timer) -> BenchRow:
     """Time a forward pass, or a training step: loss, gradients and AdamW."""
     reason = unavailable_reason(network, row.provider, device)
     if reason is not None:
@@ -236,7 +236,7 @@ def measure(row: Row, network: Network, device: torch.device, timer: measuring.T
 
 
 def _check_and_time(
-    row: Row, network: Network, dtype: torch.dtype, device: torch.device, timer: measuring.Timer
+    row: BenchRow, network: Network, dtype: torch.dtype, device: torch.device, timer: measuring.Timer
 ) -> None:
     model = _checked(row, network, dtype, device)
     if model is None:
@@ -251,7 +251,7 @@ def _check_and_time(
     measuring.record_times(row, _call(row, network, model, dtype, device), tuple, device, timer)
 
 
-def measure_in_turn(rows: Sequence[Row], network: Network, device: torch.device, seconds: float) -> None:
+def measure_in_turn(rows: Sequence[BenchRow], network: Network, device: torch.device, seconds: float) -> None:
     """Time the providers of a network in turn; the rows are of one dtype and direction, by ``blank_in_turn``."""
     dtype = DTYPES[rows[0].dtype]
     models = [_checked(row, network, dtype, device) for row in rows]
@@ -264,14 +264,15 @@ def measure_in_turn(rows: Sequence[Row], network: Network, device: torch.device,
     interleaved.in_turn(calls, seconds)
 
 
-def blank_in_turn(network: Network, dtype: str, direction: str) -> list[Row]:
+def blank_in_turn(network: Network, dtype: str, direction: str) -> list[BenchRow]:
     """Return the rows of all models of a network in one dtype and direction, without results."""
     return [
-        Row(INTERLEAVED, "model", network.name, dtype, direction, provider, unit=network.unit) for provider in _IN_TURN
+        BenchRow(INTERLEAVED, "model", network.name, dtype, direction, provider, unit=network.unit)
+        for provider in _IN_TURN
     ]
 
 
-def _checked(row: Row, network: Network, dtype: torch.dtype, device: torch.device) -> nn.Module | None:
+def _checked(row: BenchRow, network: Network, dtype: torch.dtype, device: torch.device) -> nn.Module | None:
     """Return the model of a row, and fill in its errors; None if it may not be timed."""
     model = _model(network, row.provider, dtype, device).train(row.direction == "step")
     x, _ = _batch(network, dtype, device)
@@ -283,7 +284,7 @@ def _checked(row: Row, network: Network, dtype: torch.dtype, device: torch.devic
     return model if verdict.passed else None
 
 
-def _call(row: Row, network: Network, model: nn.Module, dtype: torch.dtype, device: torch.device) -> clock.Call:
+def _call(row: BenchRow, network: Network, model: nn.Module, dtype: torch.dtype, device: torch.device) -> clock.Call:
     """Return the forward pass or the training step of a model; the first call compiles what is to be compiled."""
     x, y = _batch(network, dtype, device)
     if row.provider in _COMPILED:

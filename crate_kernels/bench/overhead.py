@@ -9,7 +9,7 @@ import torch
 
 from crate_kernels._core import backends
 from crate_kernels.bench import measuring
-from crate_kernels.bench.rows import Row
+from crate_kernels.bench.rows import BenchRow
 from crate_kernels.testing import SPECS
 
 PROVIDERS = ("raw op", "public", "public with gradient")
@@ -26,12 +26,12 @@ def _call(op: str, provider: str, device: torch.device) -> Callable[[], Any]:
     return calls[provider.removesuffix(" with gradient")]
 
 
-def blank(op: str, provider: str) -> Row:
+def blank(op: str, provider: str) -> BenchRow:
     """Return the row of an operator's call, without results."""
-    return Row("overhead", op, f"{CALLS} tiny calls", "fp32", "forward", provider, unit="calls", amount=CALLS)
+    return BenchRow("overhead", op, f"{CALLS} tiny calls", "fp32", "forward", provider, unit="calls", amount=CALLS)
 
 
-def measure(row: Row, device: torch.device, timer: measuring.Timer) -> Row:
+def measure(row: BenchRow, device: torch.device, timer: measuring.Timer) -> BenchRow:
     """Time ``CALLS`` calls one after another."""
     one = _call(row.op, row.provider, device)
 

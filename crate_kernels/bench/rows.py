@@ -27,7 +27,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
-class Row:
+class BenchRow:
     """One provider on one case, dtype and direction, or why it has no time.
 
     Attributes:
@@ -124,9 +124,9 @@ class Results:
     """The rows of one machine, and its description."""
 
     machine: dict[str, Any]
-    rows: list[Row]
+    rows: list[BenchRow]
 
-    def find(self, **wanted: Any) -> list[Row]:
+    def find(self, **wanted: Any) -> list[BenchRow]:
         """Return the rows whose fields have these values."""
         return [row for row in self.rows if all(getattr(row, name) == value for name, value in wanted.items())]
 
@@ -141,24 +141,24 @@ class Results:
         found = self.find(**wanted)
         return [clock for clock in CLOCKS if any(row.samples(clock) for row in found)]
 
-    def in_group(self, row: Row) -> dict[str, Row]:
+    def in_group(self, row: BenchRow) -> dict[str, BenchRow]:
         """Return the rows comparable with ``row``, and ``row`` itself, by provider."""
         group = row.group
         return {other.provider: other for other in self.rows if other.group == group}
 
-    def best(self, row: Row) -> Row | None:
+    def best(self, row: BenchRow) -> BenchRow | None:
         """Return the row of the backend that ``backend=None`` chooses, in the group of ``row``."""
         beside = self.in_group(row)
         names = ("default", "triton", "cpp", "composite")
         return next((beside[name] for name in names if name in beside and beside[name].times), None)
 
-    def speedups(self, row: Row) -> dict[str, float]:
+    def speedups(self, row: BenchRow) -> dict[str, float]:
         """Return the time of each other provider as a multiple of the time of ``row``."""
         others = self.in_group(row).values()
         return {o.provider: o.time / row.time for o in others if o.provider != row.provider and o.times}
 
 
-def facts(row: Row, results: Results) -> dict[str, Any]:
+def facts(row: BenchRow, results: Results) -> dict[str, Any]:
     """Derive the printed facts of a row: rates, shares of this machine's rates, percentiles, speed-ups."""
     if not row.times:
         return {"skipped": row.skipped}
@@ -263,7 +263,7 @@ def read(path: Path) -> Results:
     """
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
-        return Results(loaded["machine"], [Row(**row) for row in loaded["rows"]])
+        return Results(loaded["machine"], [BenchRow(**row) for row in loaded["rows"]])
     except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no file of benchmark results ({error})") from None
 

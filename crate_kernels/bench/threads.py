@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from crate_kernels import models
 from crate_kernels.bench import interleaved, networks
-from crate_kernels.bench.rows import Row
+from crate_kernels.bench.rows import BenchRow
 
 NAME, BATCH = "crate_tiny", 4
 PROVIDERS = ("eager", "default")
@@ -28,9 +28,9 @@ def situations() -> dict[str, tuple[int, int]]:
     return alone | {f"{cores} threads, {cores} others": (cores, cores)}
 
 
-def blank(situation: str, provider: str) -> Row:
+def blank(situation: str, provider: str) -> BenchRow:
     """Return the row of a situation, without results."""
-    return Row("threads", "model", situation, "fp32", "step", provider, unit="images", amount=float(BATCH))
+    return BenchRow("threads", "model", situation, "fp32", "step", provider, unit="images", amount=float(BATCH))
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def crowded(count: int) -> Iterator[None]:
             process.wait()
 
 
-def measure(rows: list[Row], threads: int, others: int, seconds: float) -> None:
+def measure(rows: list[BenchRow], threads: int, others: int, seconds: float) -> None:
     """Time a training step of each provider in turn: "eager", the reference implementation, and "default"."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -14,7 +14,7 @@ import torch
 from crate_kernels import testing
 from crate_kernels._core import files
 from crate_kernels.bench import clock, load, measuring, providers, rows
-from crate_kernels.bench.rows import Results, Row
+from crate_kernels.bench.rows import BenchRow, Results
 from crate_kernels.cli import table
 from crate_kernels.experiments.common import machine
 
@@ -98,7 +98,7 @@ def _bench(args: argparse.Namespace, device: torch.device) -> int:
     return int(bool(wrong))
 
 
-def _rows(tier: str, ops: list[str] | None, dtypes: list[str], device: torch.device) -> Iterator[Row]:
+def _rows(tier: str, ops: list[str] | None, dtypes: list[str], device: torch.device) -> Iterator[BenchRow]:
     """Yield the timed rows of a tier one by one."""
 
     def timer(call: clock.Call, prepare: clock.Prepare) -> list[float]:
@@ -129,7 +129,7 @@ def _heading(results: Results) -> str:
     )
 
 
-def _time_cell(row: Row) -> str:
+def _time_cell(row: BenchRow) -> str:
     if not row.times:
         return row.skipped
     return f"{1e3 * row.time:10.3f} ms  error {row.times_eager or 0:.2f} x eager's, {row.share or 0:.2f} of its budget"
@@ -166,11 +166,11 @@ def _ms(seconds: float) -> str:
     return "-" if math.isnan(seconds) else f"{1e3 * seconds:.3f}"
 
 
-def _is_wrong(row: Row) -> bool:
+def _is_wrong(row: BenchRow) -> bool:
     return row.skipped.startswith("wrong")
 
 
-def _ratio_cell(other: Row | None, ours: Row | None) -> str:
+def _ratio_cell(other: BenchRow | None, ours: BenchRow | None) -> str:
     if other is not None and _is_wrong(other):
         return "wrong"
     return f"{other.time / ours.time:.2f}" if other is not None and other.times and ours is not None else "-"

@@ -130,9 +130,9 @@ def mssa(
         mask = None if masks is None else where.join(masks, 1)
         out, lse = heads.attend(w, heads.HeadsCall(ranks, where, mask, options, dropout_p, seed))
     else:
-        attention = rectangular.Call(causal=causal, scale=factor, seed=seed, dropout_p=dropout_p)
+        attention = rectangular.RectangularCall(causal=causal, scale=factor, seed=seed, dropout_p=dropout_p)
         call = rows.RowsCall(ranks, where, form == "ring", masks, attention, name)
-        out, lse = rows.Rows.apply(w, call)  # pyright: ignore
+        out, lse = rows.RowsFunction.apply(w, call)  # pyright: ignore
     return (out, lse) if return_lse else out  # pyright: ignore[reportReturnType]
 
 

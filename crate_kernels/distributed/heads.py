@@ -15,7 +15,7 @@ from crate_kernels.distributed import rows
 from crate_kernels.distributed.collectives import Ranks
 from crate_kernels.distributed.layout import SequenceLayout
 from crate_kernels.ops.mssa import mssa, op, rectangular, reference
-from crate_kernels.ops.mssa.call import Call as MSSACall
+from crate_kernels.ops.mssa.call import MSSACall
 
 _MAX_HEAD_DIM = 256  # of the kernels
 
@@ -117,7 +117,7 @@ def _drop_by_places(w: Tensor, call: HeadsCall) -> tuple[Tensor, Tensor]:
     """Attend by the rectangular operator, which takes the number of the first head that is here."""
     alone = Ranks(call.ranks.group, 0, 1)
     here = w.shape[1]
-    attention = rectangular.Call(
+    attention = rectangular.RectangularCall(
         scale=call.attention["scale"],
         causal=call.attention["causal"],
         dropout_p=call.dropout_p,
@@ -127,7 +127,7 @@ def _drop_by_places(w: Tensor, call: HeadsCall) -> tuple[Tensor, Tensor]:
     )
     masks = None if call.key_padding_mask is None else [call.key_padding_mask]
     whole = SequenceLayout((w.shape[2],), False)
-    result: Any = rows.Rows.apply(w, rows.RowsCall(alone, whole, True, masks, attention, "composite"))
+    result: Any = rows.RowsFunction.apply(w, rows.RowsCall(alone, whole, True, masks, attention, "composite"))
     return result
 
 

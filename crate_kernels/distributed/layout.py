@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class Range(NamedTuple):
+class TokenRange(NamedTuple):
     """Tokens ``start`` to ``stop``, exclusive, of the whole sequence."""
 
     start: int
@@ -39,15 +39,15 @@ class SequenceLayout(NamedTuple):
         """Number of tokens of all ranks."""
         return sum(self.lengths)
 
-    def ranges(self, rank: int) -> list[Range]:
+    def ranges(self, rank: int) -> list[TokenRange]:
         """Return the ranges of a rank, in the order in which it has them."""
         if not self.balanced:
             start = sum(self.lengths[:rank])
-            return [Range(start, start + self.lengths[rank])]
+            return [TokenRange(start, start + self.lengths[rank])]
         chunks = _ranges(_even(self.seqlen, 2 * len(self.lengths)))
         return [chunks[rank], chunks[-1 - rank]]
 
-    def pieces(self, rank: int) -> list[tuple[slice, Range]]:
+    def pieces(self, rank: int) -> list[tuple[slice, TokenRange]]:
         """Return, for each range of a rank, its place among the rank's own tokens, and the range."""
         ranges = self.ranges(rank)
         own = _ranges([each.length for each in ranges])
@@ -84,6 +84,6 @@ def _even(seqlen: int, parts: int) -> list[int]:
     return [seqlen // parts + (part < seqlen % parts) for part in range(parts)]
 
 
-def _ranges(lengths: Sequence[int]) -> list[Range]:
+def _ranges(lengths: Sequence[int]) -> list[TokenRange]:
     """Return consecutive ranges of these lengths."""
-    return [Range(*both) for both in itertools.pairwise(itertools.accumulate(lengths, initial=0))]
+    return [TokenRange(*both) for both in itertools.pairwise(itertools.accumulate(lengths, initial=0))]

@@ -17,7 +17,7 @@ from crate_kernels._core import operator
 from crate_kernels.distributed.collectives import Ranks, without_autocast
 from crate_kernels.distributed.layout import SequenceLayout
 from crate_kernels.ops.mssa import rectangular
-from crate_kernels.ops.mssa.rectangular import Tokens
+from crate_kernels.ops.mssa.rectangular import RangeTokens
 
 
 class RowsCall(NamedTuple):
@@ -36,7 +36,7 @@ class RowsCall(NamedTuple):
     where: SequenceLayout
     ring: bool
     masks: list[Tensor] | None
-    attention: rectangular.Call
+    attention: rectangular.RectangularCall
     backend: str
 
     def visits(self, *own: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
@@ -44,17 +44,19 @@ class RowsCall(NamedTuple):
         around = _around(self.ranks, self.where, own) if self.ring else _at_once(self.ranks, self.where, own)
         yield from around
 
-    def tokens(self, rank: int, *tensors: Tensor) -> Tokens:
+    def tokens(self, rank: int, *tensors: Tensor) -> RangeTokens:
         """Return the tokens of a rank, numbered from 0, with the tensors of a backward if they are given."""
         w, *rest = tensors
-        return Tokens(0, w, None if self.masks is None else self.masks[rank], *rest)
+        return RangeTokens(0, w, None if self.masks is None else self.masks[rank], *rest)
 
-    def ranges(self, rank: int, tokens: Tokens) -> Iterator[tuple[slice, Tokens]]:
+    def ranges(self, rank: int, tokens: RangeTokens) -> Iterator[tuple[slice, RangeTokens]]:
         """Yield the ranges of tokens of a rank, and their places among its tokens."""
         for place, each in self.where.pieces(rank):
             yield place, tokens.part(place)._replace(start=each.start)
 
-    def meetings(self, own: Tokens, rank: int, theirs: Tokens) -> Iterator[tuple[slice, Tokens, Tokens]]:
+    def meetings(
+        self, own: RangeTokens, rank: int, theirs: RangeTokens
+    ) -> Iterator[tuple[slice, RangeTokens, RangeTokens]]:
         """Yield ranges of this rank's tokens and of another's, and the place of the former among its own."""
         if rank == self.ranks.rank and self.attention.seed is None:
             # In the sequence's order: among themselves, only dropout asks for their places.
@@ -90,7 +92,7 @@ def _around(ranks: Ranks, where: SequenceLayout, own: tuple[Tensor, ...]) -> Ite
         here = arriving
 
 
-class Rows(torch.autograd.Function):
+class RowsFunction(torch.autograd.Function):
     """(out, lse) of this rank's tokens over everybody's, differentiable once with respect to w."""
 
     @staticmethod

@@ -54,7 +54,7 @@ def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
     if not plan:
         raise ValueError(f"{_NAME}: model must have subspace attention or an MLP, got {type(model).__name__} without")
     for module in model.modules():
-        if isinstance(module, tost.MLP):
+        if isinstance(module, tost.ToSTMLP):
             module.register_forward_pre_hook(_refuse_dropout)
     parallelize_module(model, mesh, plan)
     return model
@@ -102,9 +102,9 @@ def _pair(module: nn.Module) -> tuple[str, str | None, int] | None:
         return "qkv", None, module.heads
     if isinstance(module, CausalMSSA):
         return "c_attn", "c_proj", module.n_head
-    if isinstance(module, tost_lm.MLP):
+    if isinstance(module, tost_lm.ToSTLMMLP):
         return "c_fc", "c_proj", module.c_fc.out_features
-    if isinstance(module, tost.MLP):
+    if isinstance(module, tost.ToSTMLP):
         return "fc1", "fc2", module.fc1.out_features
     if isinstance(module, aot.Layer) and module.mlp is not None:
         wide: Any = module.mlp[0]

@@ -40,9 +40,9 @@ class StatsCall(NamedTuple):
     dropout_p: float
     start: int
 
-    def whole(self) -> whole.Call:
+    def whole(self) -> whole.TSSACall:
         """Return the options as a call of one process has them."""
-        return whole.Call(self.key_padding_mask, seed=self.seed, dropout_p=self.dropout_p)
+        return whole.TSSACall(self.key_padding_mask, seed=self.seed, dropout_p=self.dropout_p)
 
     def counted(self, x: Tensor) -> Tensor:
         """Return (batch, nheads, own, ...) with zeros at padded tokens."""

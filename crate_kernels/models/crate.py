@@ -136,7 +136,7 @@ class RateGradientStep(nn.Module):
         return -self.gamma * _heads.unproject(shrunk.to(projected.dtype), _heads.weight_of(self.qkv, x))
 
 
-class Layer(nn.ModuleList):
+class ISTALayer(nn.ModuleList):
     """One layer: a PreNorm of attention and a PreNorm of ISTA, a list in checkpoints and analyses.
 
     Args:
@@ -166,7 +166,7 @@ class Layer(nn.ModuleList):
         return sparsify(self.kept * x + self.step * update)
 
 
-def _layer(c: CRATEConfig, drop_path: float) -> Layer:
+def _layer(c: CRATEConfig, drop_path: float) -> ISTALayer:
     if c.attention == "gradient":
         attention = RateGradientStep(c.dim, c.heads, c.dim_head, gamma=c.gamma)
     else:
@@ -174,7 +174,7 @@ def _layer(c: CRATEConfig, drop_path: float) -> Layer:
         attention = MSSA(c.dim, c.heads, c.dim_head, c.dropout, **derived, backend=c.backend)
     step = {"step_size": c.ista, "lambd": c.lambd, "prox": c.prox, "alpha": c.alpha}
     halves = PreNorm(c.dim, attention, drop_path=drop_path), PreNorm(c.dim, ISTA(c.dim, **step, backend=c.backend))
-    return Layer(halves, *_residual(c))
+    return ISTALayer(halves, *_residual(c))
 
 
 def _residual(config: CRATEConfig) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from crate_kernels._core import checks
 from crate_kernels.models import crate_alpha_weights
 from crate_kernels.models._shared import fields, official, vision
-from crate_kernels.models._shared.backbone import Classifier, Layout, check_head
+from crate_kernels.models._shared.backbone import BackboneLayout, Classifier, check_head
 from crate_kernels.models._shared.base import PreNorm, Stack, path_rates
 from crate_kernels.nn import MSSA, OvercompleteISTA
 
@@ -97,7 +97,7 @@ SIZES = {
 }
 
 
-class Layer(nn.ModuleList):
+class OvercompleteLayer(nn.ModuleList):
     """One layer: a PreNorm of attention and a PreNorm of the overcomplete step, a list in checkpoints."""
 
     def forward(self, x: Tensor, return_attention: bool = False, return_key: bool = False) -> Tensor:
@@ -109,11 +109,11 @@ class Layer(nn.ModuleList):
         return code(x) + x
 
 
-def _layer(c: CRATEAlphaConfig, drop_path: float) -> Layer:
+def _layer(c: CRATEAlphaConfig, drop_path: float) -> OvercompleteLayer:
     attention = MSSA(c.dim, c.heads, c.dim_head, c.dropout, bias_out=False, backend=c.backend)
     step = {"step_size": c.eta, "lambd": c.lmbda, "backend": c.backend}
     code = OvercompleteISTA(c.dim, c.overcomplete_ratio * c.dim, c.steps, **step)
-    return Layer(PreNorm(c.dim, block, eps=1e-6, drop_path=drop_path) for block in (attention, code))
+    return OvercompleteLayer(PreNorm(c.dim, block, eps=1e-6, drop_path=drop_path) for block in (attention, code))
 
 
 class CRATEAlpha(Classifier):
@@ -131,7 +131,7 @@ class CRATEAlpha(Classifier):
     """
 
     config_class = CRATEAlphaConfig
-    layout = Layout(embedding="cls_token|pos_embedding|conv1", stem="conv1")
+    layout = BackboneLayout(embedding="cls_token|pos_embedding|conv1", stem="conv1")
 
     def __init__(self, config: CRATEAlphaConfig) -> None:
         super().__init__(config)

@@ -114,7 +114,7 @@ class TiedISTA(nn.Module):
         return z
 
 
-class Block(nn.Module):
+class CausalMSSABlock(nn.Module):
     """Subspace attention with a residual, then sparse coding without a residual."""
 
     def __init__(self, config: CRATELMConfig) -> None:
@@ -158,7 +158,7 @@ class CRATELM(LanguageModel):
     config_class = CRATELMConfig
 
     def __init__(self, config: CRATELMConfig) -> None:
-        blocks = (Block(config) for _ in range(config.n_layer))
+        blocks = (CausalMSSABlock(config) for _ in range(config.n_layer))
         super().__init__(config, blocks, nn.LayerNorm(config.n_embd) if config.overcomplete else None)
 
 

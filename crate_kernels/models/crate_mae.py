@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from crate_kernels._core import checks
 from crate_kernels.models._shared import fields, official, vision
 from crate_kernels.models._shared.base import PreNorm, ReferenceModel, run
-from crate_kernels.models.crate import Layer
+from crate_kernels.models.crate import ISTALayer
 from crate_kernels.nn import ISTA, MSSA, _linear, _symbols
 
 
@@ -106,7 +106,7 @@ class EncoderBlock(nn.Module):
         dim, heads, backend = config.embed_dim, config.num_heads, config.backend
         attention = MSSA(dim, heads, dim // heads, config.dropout, backend=backend)
         code = ISTA(dim, step_size=config.ista, lambd=config.lambd, backend=backend)
-        self.layers = nn.ModuleList([Layer((PreNorm(dim, attention, drop_path=drop_path), PreNorm(dim, code)))])
+        self.layers = nn.ModuleList([ISTALayer((PreNorm(dim, attention, drop_path=drop_path), PreNorm(dim, code)))])
 
     def forward(self, x: Tensor, return_attention: bool = False, return_key: bool = False) -> Tensor:
         """Return the next tokens, or this layer's attention weights or projection instead."""

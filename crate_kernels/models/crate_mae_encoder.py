@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from crate_kernels._core import checks
 from crate_kernels.models import crate_mae
 from crate_kernels.models._shared import fields, official, vision
-from crate_kernels.models._shared.backbone import Classifier, Layout, check_head
+from crate_kernels.models._shared.backbone import BackboneLayout, Classifier, check_head
 from crate_kernels.models._shared.base import path_rates
 
 
@@ -83,7 +83,7 @@ class CRATEMAEEncoder(Classifier):
     """
 
     config_class = CRATEMAEEncoderConfig
-    layout = Layout(
+    layout = BackboneLayout(
         blocks="blocks",
         embedding="cls_token|pos_embed|patch_embed",
         stem="patch_embed.proj",

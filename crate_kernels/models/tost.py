@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from crate_kernels._core import checks, operator
 from crate_kernels.models._shared import fields, official, vision
-from crate_kernels.models._shared.backbone import Classifier, Layout, check_head
+from crate_kernels.models._shared.backbone import BackboneLayout, Classifier, check_head
 from crate_kernels.models._shared.base import DropPath, run
 from crate_kernels.nn import TSSA, _heads, _linear, _symbols
 
@@ -154,7 +154,7 @@ class FourierPositions(nn.Module):
         return self.token_projection(waves.to(x.dtype))
 
 
-class MLP(nn.Module):
+class ToSTMLP(nn.Module):
     """Linear, GELU, Linear, with dropout after each; ``fc1`` and ``fc2``."""
 
     def __init__(self, config: ToSTConfig) -> None:
@@ -180,13 +180,13 @@ class _Scaled(nn.Module):
         self.norm1 = nn.LayerNorm(dim, 1e-6)
         self.attn = attention
         self.norm2 = nn.LayerNorm(dim, 1e-6)
-        self.mlp = MLP(config)
+        self.mlp = ToSTMLP(config)
         self.gamma1 = nn.Parameter(torch.full((dim,), float(config.eta)))
         self.gamma2 = nn.Parameter(torch.full((dim,), float(config.eta)))
         self.drop_path = DropPath(drop_path)
 
 
-class Block(_Scaled):
+class TSSABlock(_Scaled):
     """Token-statistics attention and an MLP, each on normalised tokens and with a scaled residual."""
 
     def __init__(self, config: ToSTConfig) -> None:
@@ -264,7 +264,7 @@ class ToST(Classifier):
     """
 
     config_class = ToSTConfig
-    layout = Layout(
+    layout = BackboneLayout(
         blocks="blocks",
         embedding="cls_token|patch_embed|pos_embeder",
         stem="patch_embed.proj.0.0",
@@ -287,7 +287,7 @@ class ToST(Classifier):
         self.pos_embeder = FourierPositions(dim).requires_grad_(config.use_pos)
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim))
         self.pos_drop = nn.Dropout(config.drop_rate)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(TSSABlock(config) for _ in range(config.depth))
         self.cls_attn_blocks = nn.ModuleList(ClassAttentionBlock(config) for _ in range(config.cls_attn_layers))
         self.norm = nn.LayerNorm(dim, 1e-6)
         self.head = vision.head(dim, config.num_classes)

@@ -42,7 +42,7 @@ SIZES = {
 }
 
 
-class MLP(nn.Module):
+class ToSTLMMLP(nn.Module):
     """Linear, GELU, Linear, dropout; ``c_fc`` and ``c_proj``."""
 
     def __init__(self, config: ToSTLMConfig) -> None:
@@ -58,7 +58,7 @@ class MLP(nn.Module):
         return self.dropout(_linear.linear(self.c_proj, hidden, self.backend))
 
 
-class Block(nn.Module):
+class CausalTSSABlock(nn.Module):
     """Causal token-statistics attention and an MLP, each on normalised tokens and with a scaled residual."""
 
     def __init__(self, config: ToSTLMConfig) -> None:
@@ -67,7 +67,7 @@ class Block(nn.Module):
         self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.attn = CausalTSSA(*sizes, backend=config.backend)
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.mlp = MLP(config)
+        self.mlp = ToSTLMMLP(config)
         self.gamma1 = nn.Parameter(torch.full((config.n_embd,), float(config.eta)))
         self.gamma2 = nn.Parameter(torch.full((config.n_embd,), float(config.eta)))
 
@@ -100,7 +100,7 @@ class ToSTLM(LanguageModel):
     config_class = ToSTLMConfig
 
     def __init__(self, config: ToSTLMConfig) -> None:
-        blocks = (Block(config) for _ in range(config.n_layer))
+        blocks = (CausalTSSABlock(config) for _ in range(config.n_layer))
         super().__init__(config, blocks, nn.LayerNorm(config.n_embd, bias=config.bias))
 
     def no_weight_decay(self) -> set[str]:

@@ -3,7 +3,7 @@
 import torch
 
 from tests.apart import oracle, values
-from tests.apart.call import DTYPES, KERNELS, Call, keywords
+from tests.apart.call import DTYPES, KERNELS, DrawnCall, keywords
 from tests.apart.mirror import follow
 from tests.apart.tssa import biases, long, precise
 
@@ -22,7 +22,7 @@ def drifting(d, seed, kind, forced):
     """Draw a long decode of tokens whose mean moves: a prompt, or none, and then a few tokens at a time."""
     backend, dtype = d.backend(forced)
     dtype = precise(d, dtype)
-    call = Call(kind, seed, "tssa", backend, dtype, outputs=("out", "membership"), context="torch.no_grad()")
+    call = DrawnCall(kind, seed, "tssa", backend, dtype, outputs=("out", "membership"), context="torch.no_grad()")
     shape = _, nheads, seqlen, head_dim = long(d, {"triton": 40, "emulated": 200}.get(backend, 3_000))
     values.tokens(d, "drifting", shape)
     values.layout(d, "w", shape, dtype, d.pick("projection", "contiguous", "sliced"))
@@ -58,7 +58,7 @@ def _program(d, seed, kind, forced, op):
     backend, dtype = d.backend(forced)
     batch, nheads, head_dim = d.integer(1, 4), d.pick(1, 2, 3, 5), min(d.channels(), 72 if backend == "triton" else 256)
     capacity = d.pick(d.integer(1, 12), d.integer(8, 40), d.pick(63, 64, 65, 100))
-    call = Call(kind, seed, op, backend, dtype, outputs=("out", "lse" if op == "mssa" else "membership"))
+    call = DrawnCall(kind, seed, op, backend, dtype, outputs=("out", "lse" if op == "mssa" else "membership"))
     if op == "mssa":
         d.put(f"cache = SubspaceCache({batch}, {nheads}, {capacity}, {head_dim}, dtype=torch.{dtype})")
         scale = d.pick(None, None, 1.0, -0.5, 30.0, d.uniform(0, 0.5))

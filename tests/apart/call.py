@@ -16,7 +16,7 @@ HEAD = ["import math", "import torch", "from crate_kernels import *", "from crat
 
 
 @dataclass
-class Call:
+class DrawnCall:
     """One call of a public function, as source, with what it must give.
 
     Attributes:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from tests.apart import oracle, philox, values
 from tests.apart.attention import sdpa_factor
-from tests.apart.call import KERNELS, Call, has_cpp, keywords
+from tests.apart.call import KERNELS, DrawnCall, has_cpp, keywords
 from tests.apart.sparse import between
 
 
@@ -14,7 +14,7 @@ def draw(d, seed, kind, forced):
     name = kind.removeprefix("nn ")
     backend, dtype = d.backend(forced)
     backend = None if backend == "triton" and not forced else backend
-    call = Call(
+    call = DrawnCall(
         kind, seed, name, backend, dtype, lenient=backend == "reference" or "ISTA" in name or dtype == "float16"
     )
     heads, head_dim = d.integer(1, 4), d.pick(1, 3, 8, 16, 31)

@@ -2,14 +2,14 @@
 
 from tests.apart import oracle, philox, values
 from tests.apart.attention import ROOM, merges, modes, packed_tokens, sdpa_factor, sizes, upstreams
-from tests.apart.call import KERNELS, Call, has_cpp, keywords
+from tests.apart.call import KERNELS, DrawnCall, has_cpp, keywords
 
 
 def draw(d, seed, kind, forced):
     """Draw a call of mssa."""
     backend, dtype = d.backend(forced)
     shape = batch, nheads, seqlen, head_dim = sizes(d, backend, quadratic=True)
-    call = Call(kind, seed, "mssa", backend, dtype, lenient=backend == "reference")
+    call = DrawnCall(kind, seed, "mssa", backend, dtype, lenient=backend == "reference")
     what = kind.removeprefix("mssa ")
     if what == "sinks" and d.chance(0.5):  # few keys have no other weight to hide an error in
         shape = batch, nheads, seqlen, head_dim = batch, nheads, d.pick(2, 3, 4, 8), head_dim

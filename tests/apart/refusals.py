@@ -1,7 +1,7 @@
 """Calls with one argument that cannot be: an error of a documented type that begins with the operator's name."""
 
 from tests.apart.budget import Wrong, check, same
-from tests.apart.call import Call
+from tests.apart.call import DrawnCall
 from tests.apart.judge import Refused
 
 _SETUP = """
@@ -95,7 +95,7 @@ def draw(d, seed, kind, forced):
     text = " ".join(d.pick(*WRONG[template].split(";")).split())
     backend, _ = d.backend(forced)
     name = template.split("(")[0]
-    call = Call(kind, seed, name, backend if "." not in name and "Cache" not in name else None)
+    call = DrawnCall(kind, seed, name, backend if "." not in name and "Cache" not in name else None)
     given = f", backend={backend!r}" if call.backend and "backend=" not in text else ""
     call.setup = [*d.lines, *_SETUP.split("\n")]
     call.line = f"out = {template.replace('{}', text + given)}"

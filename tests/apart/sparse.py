@@ -4,7 +4,7 @@ import torch
 
 from tests.apart import oracle, values
 from tests.apart.attention import modes
-from tests.apart.call import HALF, KERNELS, Call, keywords
+from tests.apart.call import HALF, KERNELS, DrawnCall, keywords
 
 
 def between(dtype):
@@ -50,7 +50,7 @@ def draw(d, seed, kind, forced):
     """Draw a call of ista or of ista_overcomplete."""
     op, what = kind.split(" ", 1)
     backend, dtype = d.backend(forced)
-    call = Call(kind, seed, op, backend, dtype, lenient=True)  # half-precision products are rounded in between
+    call = DrawnCall(kind, seed, op, backend, dtype, lenient=True)  # half-precision products are rounded in between
     over = op == "ista_overcomplete"
     dim, hidden = d.channels(), d.channels() if over else None
     if not over and d.chance(0.05):

@@ -3,7 +3,7 @@
 import torch
 
 from tests.apart import oracle, philox
-from tests.apart.call import Call
+from tests.apart.call import DrawnCall
 
 _REFUSED = NotImplementedError, "use backend='reference'"
 
@@ -15,7 +15,7 @@ def draw(d, seed, kind, forced):
     backend, _ = d.backend(forced)
     backend = None if backend == "triton" and not forced else backend
     name = "tssa" if "tssa" in op else op
-    call = Call(kind, seed, name, backend, "float32", jumps="ista" in op)
+    call = DrawnCall(kind, seed, name, backend, "float32", jumps="ista" in op)
     shape = (d.integer(1, 3), d.integer(1, 3), d.integer(1, 9), d.integer(1, 9))
     dropout = 0.0
     how = d.pick("vmap", "grad", "jvp", "double", "checkpoint")

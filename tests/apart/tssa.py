@@ -4,14 +4,14 @@ import torch
 
 from tests.apart import oracle, philox, values
 from tests.apart.attention import merges, modes, packed_tokens, sizes, upstreams
-from tests.apart.call import DTYPES, HALF, KERNELS, Call, keywords
+from tests.apart.call import DTYPES, HALF, KERNELS, DrawnCall, keywords
 
 
 def draw(d, seed, kind, forced):
     """Draw a call of tssa."""
     backend, dtype = d.backend(forced)
     shape = batch, nheads, seqlen, head_dim = sizes(d, backend, quadratic=False)
-    call = Call(kind, seed, "tssa", backend, dtype, lenient=backend == "reference")
+    call = DrawnCall(kind, seed, "tssa", backend, dtype, lenient=backend == "reference")
     what = kind.removeprefix("tssa ")
     if what == "drifting":
         call.dtype = dtype = precise(d, dtype)

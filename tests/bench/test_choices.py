@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import choices, tables
 from crate_kernels._core import measured
-from crate_kernels.bench.rows import Results, Row
+from crate_kernels.bench.rows import BenchRow, Results
 
 
 def test_the_shipped_tables_are_those_of_the_results():
@@ -14,7 +14,7 @@ def test_the_shipped_tables_are_those_of_the_results():
 
 def row(provider, seconds, op="mssa", direction="both", shape=(4, 2, 100, 64), **more):
     timed = {"device_seconds": [seconds], "seconds": [9.0], "shape": [*shape], **more}
-    return Row(timed.pop("bench", op), op, str(shape), "bf16", direction, provider, **timed)
+    return BenchRow(timed.pop("bench", op), op, str(shape), "bf16", direction, provider, **timed)
 
 
 # What a GPU's rows say: the backend and how often as long the usual one takes; nothing where that stays.

@@ -123,7 +123,7 @@ def test_a_decoding_step_fits_its_cache_however_often_it_is_called(op, gpu, monk
     monkeypatch.setattr(
         room, op, lambda *args, cache, **options: caches.append(cache) or function(*args, cache=cache, **options)
     )
-    step = decoding.Step(op, (2, 3, 20, 16), ("cuda",))
+    step = decoding.TimedStep(op, (2, 3, 20, 16), ("cuda",))
     call, rewind = SPECS[op].decoding.make(step, "composite", *decoding._draw(step, torch.float32, CPU))
     outs = [call().clone()]
     caches.clear()

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import tables
 from crate_kernels import models
 from crate_kernels.bench import floor, interleaved, networks, providers, threads
-from crate_kernels.bench.rows import Results, Row
+from crate_kernels.bench.rows import BenchRow, Results
 from crate_kernels.nn import MSSA, CausalMSSA
 from crate_kernels.testing import Case, Timed
 
@@ -86,7 +86,7 @@ def test_a_provider_without_a_backward_pass_is_timed_forward_alone_in_turn(witho
 
 
 def test_time_in_turn_is_the_median():
-    row = Row("interleaved", "tssa", "small", "fp32", "forward", "eager", seconds=[1.0, 2.0, 9.0])
+    row = BenchRow("interleaved", "tssa", "small", "fp32", "forward", "eager", seconds=[1.0, 2.0, 9.0])
     assert row.time == 2.0
 
 
@@ -137,7 +137,7 @@ def model_rows(*names):
     found = []
     for direction in ("forward", "step"):
         for name in names:
-            row = Row("models", "model", "crate_small", "fp32", direction, name, unit="images", amount=8.0)
+            row = BenchRow("models", "model", "crate_small", "fp32", direction, name, unit="images", amount=8.0)
             row.seconds = [
                 {"default": 1.0, "eager": 2.0, "compile": 3.0, "default-compiled": 1.5, "products": 0.5}[name]
             ]
@@ -195,7 +195,7 @@ def test_columns_of_calls_in_turn():
     found = []
     for bench, ours in (("tssa", 1.0), ("interleaved", 2.0)):
         for provider, seconds in (("default", ours), ("eager", 6.0)):
-            row = Row(bench, "tssa", "small", "fp32", "forward", provider, shape=[1])
+            row = BenchRow(bench, "tssa", "small", "fp32", "forward", provider, shape=[1])
             row.seconds = [seconds]
             found.append(row)
     header, _, line = tables._speed(Results(MACHINE, found), "tssa", ["eager"]).splitlines()

@@ -294,7 +294,7 @@ def test_published_form_of_a_model_is_the_model(name):
     ("op", "provider"), [(op, name) for op in ("mssa", "tssa") for name in decoding.providers_of(op)]
 )
 def test_decoding_step(op, provider):
-    step = decoding.Step(op, (2, 3, 20, 16), ("cpu",))
+    step = decoding.TimedStep(op, (2, 3, 20, 16), ("cpu",))
     row = decoding.measure(decoding.blank(step, "fp32", provider), step, CPU, timer)
     assert row.skipped != "" or row.share <= 1
     assert row.skipped == "" or provider in ("triton", "cpp", "flash-attn")
@@ -304,7 +304,7 @@ def test_decoding_step(op, provider):
 def test_text(provider, monkeypatch):
     small = functools.partial(models.create, n_layer=1, n_embd=48, n_head=2, block_size=32)
     monkeypatch.setattr(models, "create", small)
-    text = decoding.Text("crate_lm_base", 2, 5, 4, "cpu", "fp32")
+    text = decoding.GeneratedText("crate_lm_base", 2, 5, 4, "cpu", "fp32")
     row = decoding.measure_text(decoding.blank_text(text, provider), text, CPU, timer)
     assert row.skipped == ("" if provider != "default-graphed" else "CUDA graphs are for CUDA devices")
     assert row.amount == 8

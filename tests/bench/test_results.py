@@ -7,7 +7,7 @@ import torch
 
 from crate_kernels import testing
 from crate_kernels.bench import clock, figures, load, providers, rows
-from crate_kernels.bench.rows import Results, Row
+from crate_kernels.bench.rows import BenchRow, Results
 from crate_kernels.cli import bench as bench_verb
 from crate_kernels.cli import main
 
@@ -23,7 +23,9 @@ MACHINE = {
 
 def row(provider, seconds, tokens=128, bench="mssa", sweep="", **kwargs):
     given = {"layer": "a layer", "shape": [1, 2, tokens, 64], "flops": 1e9, "bytes": 1e6, "peak_bytes": tokens**2}
-    return Row(bench, "mssa", f"n{tokens}", "fp32", "both", provider, sweep=sweep, seconds=seconds, **given | kwargs)
+    return BenchRow(
+        bench, "mssa", f"n{tokens}", "fp32", "both", provider, sweep=sweep, seconds=seconds, **given | kwargs
+    )
 
 
 def drawn(middle):

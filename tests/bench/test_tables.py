@@ -48,7 +48,7 @@ def test_results_of_every_device_are_read(committed):
 
 
 def row(bench, op, case, direction, provider, seconds, **more):
-    return rows.Row(bench, op, case, "bf16", direction, provider, seconds=[seconds], **more)
+    return rows.BenchRow(bench, op, case, "bf16", direction, provider, seconds=[seconds], **more)
 
 
 def machine(gpu):

@@ -111,7 +111,7 @@ def test_records_are_held_to_the_device_code(gpu):
 CANNOT = {
     "no-sources": libraries.BuildError("the CUDA sources are not installed"),
     "no-nvrtc": nvrtc.Unavailable("NVRTC is not found"),
-    "refused": nvrtc.Refused("NVRTC 12.6 compiles from sm_75 on"),
+    "refused": nvrtc.NotCompiled("NVRTC 12.6 compiles from sm_75 on"),
 }
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from crate_kernels import ista, ista_overcomplete, mssa, tssa
 from crate_kernels._core import backends
 from crate_kernels._core.backends import Backend
-from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.logsumexp import logsumexp
 from tests.distributed.common import drawn, same
 
@@ -105,6 +105,6 @@ CASES = {
         )
     },
     # What composite adds to PyTorch's attention, for which PyTorch has a rule on GPUs alone.
-    "dtensor-logsumexp": through(lambda w: logsumexp(w, Call(scale=0.4, causal=True)), (W,), (SECOND,), SECOND),
+    "dtensor-logsumexp": through(lambda w: logsumexp(w, MSSACall(scale=0.4, causal=True)), (W,), (SECOND,), SECOND),
     "dtensor-dropout": dropout_is_refused,
 }

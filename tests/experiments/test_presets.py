@@ -11,7 +11,7 @@ import torch
 from crate_kernels import models
 from crate_kernels.experiments.classify.models import BUILDERS, fresh
 from crate_kernels.experiments.demo import data
-from crate_kernels.experiments.demo.settings import Settings as DemoSettings
+from crate_kernels.experiments.demo.settings import DemoSettings
 from crate_kernels.experiments.demo.training import model_config
 from crate_kernels.experiments.denoise.mixture import denoise
 from crate_kernels.experiments.icl import job as icl

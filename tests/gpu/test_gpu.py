@@ -222,7 +222,7 @@ def test_rows_are_kept_and_one_that_does_not_end_is_tried_twice(tmp_path):
         return timing.File(path, torch.device("cpu"), lambda: {"device": "none"})
 
     def row(provider):
-        return rows.Row("overhead", "op", "case", "fp32", "forward", provider)
+        return rows.BenchRow("overhead", "op", "case", "fp32", "forward", provider)
 
     def dies(row, device, timer):
         raise KeyboardInterrupt

@@ -14,7 +14,7 @@ import torch
 
 from crate_kernels import cli
 from crate_kernels._triton import tune
-from crate_kernels._triton.table import Row
+from crate_kernels._triton.table import LaunchRow
 from crate_kernels.bench import clock
 from crate_kernels.cli.tune import Log, judge
 from tests.gpu import processes
@@ -29,7 +29,7 @@ def dry_run(folder):
 
     cpu = torch.device("cpu")
     table = replace(tables.PRODUCT, candidates=tables.PRODUCT.candidates[:1])
-    workload = tune.Workload(table, Row({}, 24, 64), ista._product(20, 16, 12, "cpu"))
+    workload = tune.Workload(table, LaunchRow({}, 24, 64), ista._product(20, 16, 12, "cpu"))
     log = Log(folder / "tuning-log.jsonl")
     if str(workload) in log.found:
         return processes.DONE

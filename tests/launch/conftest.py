@@ -6,7 +6,7 @@ import torch
 from crate_kernels._triton import launch as _launch
 from crate_kernels._triton import table as _table
 from crate_kernels._triton import tune as _tune
-from crate_kernels._triton.table import Row, Table
+from crate_kernels._triton.table import LaunchRow, Table
 from tests.launch.common import BROKEN, CANDIDATES, CUDA, SECONDS, SHIPPED, WRONG
 
 
@@ -26,7 +26,7 @@ def gpu(monkeypatch, tmp_path):
 
 @pytest.fixture
 def fake():
-    table = Table("fake", {"sm_90": (Row(SHIPPED),)}, CANDIDATES)
+    table = Table("fake", {"sm_90": (LaunchRow(SHIPPED),)}, CANDIDATES)
 
     def block():
         return table.config(CUDA, 64, 100, False, torch.bfloat16)["BLOCK"]

@@ -4,21 +4,21 @@ import pytest
 import torch
 
 from crate_kernels._triton import launch
-from crate_kernels._triton.table import Row, Table, bucket, forced
+from crate_kernels._triton.table import LaunchRow, Table, bucket, forced
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 TABLE = Table(
     "test",
     {
-        "interpreter": (Row({"X": 0}),),
-        "sm_80": (Row({"X": 80}),),
+        "interpreter": (LaunchRow({"X": 0}),),
+        "sm_80": (LaunchRow({"X": 80}),),
         "sm_90": (
-            Row({"X": 1}, head_dim=64, seqlen=256, half=True),
-            Row({"X": 2}, head_dim=64, causal=True),
-            Row({"X": 3}, head_dim=128),
-            Row({"X": 4}),
+            LaunchRow({"X": 1}, head_dim=64, seqlen=256, half=True),
+            LaunchRow({"X": 2}, head_dim=64, causal=True),
+            LaunchRow({"X": 3}, head_dim=128),
+            LaunchRow({"X": 4}),
         ),
-        "gfx942": (Row({"X": 942}),),
+        "gfx942": (LaunchRow({"X": 942}),),
     },
 )
 

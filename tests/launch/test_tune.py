@@ -12,21 +12,21 @@ import torch
 from crate_kernels._triton import launch as _launch
 from crate_kernels._triton import table as _table
 from crate_kernels._triton import tune as _tune
-from crate_kernels._triton.table import Row
+from crate_kernels._triton.table import LaunchRow
 from crate_kernels.cli import tune
 from tests.launch.common import BROKEN, CANDIDATES, CUDA, SHIPPED, WRONG
 
 
 def test_the_fastest_that_is_right_is_found(gpu, fake):
     table, make, clock = fake
-    result = _tune.search(_tune.Workload(table, Row({}, 64, 256), make), SHIPPED, clock, tune.judge)
+    result = _tune.search(_tune.Workload(table, LaunchRow({}, 64, 256), make), SHIPPED, clock, tune.judge)
     assert (result.config, result.seconds, result.shipped) == (CANDIDATES[0], 2.0, 5.0)
 
 
 def test_what_is_written_is_what_later_calls_get(gpu, fake):
     table, make, clock = fake
     for head_dim, seqlen in ((64, None), (64, 256)):
-        workload = _tune.Workload(table, Row({}, head_dim, seqlen, half=True), make)
+        workload = _tune.Workload(table, LaunchRow({}, head_dim, seqlen, half=True), make)
         found = _tune.search(workload, SHIPPED, clock, tune.judge)
         path = _table.write_user_rows(gpu, {"fake": [workload.tuned(found.config)]})
     assert path.name == "Fake-GPU-80-GB-.json"
@@ -42,7 +42,7 @@ def test_a_table_that_was_committed_serves_until_the_user_tunes(gpu, fake, monke
     """What tune wrote is copied as it is; a GPU of another name has the architecture's rows."""
     table, device = fake[0], torch.device("cuda", 0)
     monkeypatch.setattr(_table, "_TUNED", tmp_path / "tuned")
-    path = _table.write_user_rows(gpu, {"fake": [Row(CANDIDATES[0], 64), Row(CANDIDATES[1], 128)]})
+    path = _table.write_user_rows(gpu, {"fake": [LaunchRow(CANDIDATES[0], 64), LaunchRow(CANDIDATES[1], 128)]})
     (tmp_path / "tuned").mkdir()
     path.replace(tmp_path / "tuned" / path.name)
 
@@ -52,7 +52,7 @@ def test_a_table_that_was_committed_serves_until_the_user_tunes(gpu, fake, monke
         return table.config(device, head_dim, 197, False, torch.bfloat16)
 
     assert (got(64), got(128), got(256)) == (CANDIDATES[0], CANDIDATES[1], SHIPPED)
-    _table.write_user_rows(gpu, {"fake": [Row(CANDIDATES[2], 64)]})
+    _table.write_user_rows(gpu, {"fake": [LaunchRow(CANDIDATES[2], 64)]})
     assert (got(64), got(128)) == (CANDIDATES[2], CANDIDATES[1])
     assert table.shipped(device, 64, 197, False, torch.bfloat16) == SHIPPED
     monkeypatch.setattr(_launch, "gpu_name", lambda device: "Another GPU")
@@ -70,7 +70,7 @@ def test_a_file_of_another_version_is_ignored(gpu, fake, text):
 @pytest.mark.parametrize("change", [{"WHOLE": 1}, {"maxnreg": 128}], ids=["another", "of-any-launch"])
 def test_rows_for_a_kernel_with_other_arguments_are_ignored(gpu, fake, change):
     found = {**SHIPPED, **change}
-    _table.write_user_rows(gpu, {"fake": [Row(found)]})
+    _table.write_user_rows(gpu, {"fake": [LaunchRow(found)]})
     taken = found if "maxnreg" in change else SHIPPED
     assert fake[0].config(CUDA, 64, 197, False, torch.float16) == taken
 
@@ -78,22 +78,32 @@ def test_rows_for_a_kernel_with_other_arguments_are_ignored(gpu, fake, change):
 def test_what_was_found_before_stays(gpu):
     """Of other tables, and of the same one but for the row with the same conditions; a row for all calls comes last."""
     old, new = {"BLOCK": 1}, {"BLOCK": 2}
-    _table.write_user_rows(gpu, {"other": [Row(old, 64)], "fake": [Row(old, 64), Row(old, 64, causal=True)]})
-    _table.write_user_rows(gpu, {"fake": [Row(new), Row(new, 64), Row(new, 32, 256), Row(new, 32)]})
+    _table.write_user_rows(
+        gpu, {"other": [LaunchRow(old, 64)], "fake": [LaunchRow(old, 64), LaunchRow(old, 64, causal=True)]}
+    )
+    _table.write_user_rows(
+        gpu, {"fake": [LaunchRow(new), LaunchRow(new, 64), LaunchRow(new, 32, 256), LaunchRow(new, 32)]}
+    )
     assert _table.user_rows(gpu) == {
-        "other": (Row(old, 64),),
-        "fake": (Row(new, 32, 256), Row(new, 32), Row(new, 64), Row(old, 64, causal=True), Row(new)),
+        "other": (LaunchRow(old, 64),),
+        "fake": (
+            LaunchRow(new, 32, 256),
+            LaunchRow(new, 32),
+            LaunchRow(new, 64),
+            LaunchRow(old, 64, causal=True),
+            LaunchRow(new),
+        ),
     }
 
 
 def test_rows_of_a_table_of_another_version_are_lost_alone(gpu):
-    _table.write_user_rows(gpu, {"other": [Row(SHIPPED, 64)], "fake": [Row(SHIPPED)]})
+    _table.write_user_rows(gpu, {"other": [LaunchRow(SHIPPED, 64)], "fake": [LaunchRow(SHIPPED)]})
     path = _table.user_table(gpu)
     path.write_text(path.read_text().replace('"fake": [\n   {', '"fake": [\n   {\n    "unknown": 1,'))
     _table.user_rows.cache_clear()
-    assert _table.user_rows(gpu) == {"other": (Row(SHIPPED, 64),)}
-    _table.write_user_rows(gpu, {"third": [Row(SHIPPED)]})
-    assert _table.user_rows(gpu) == {"other": (Row(SHIPPED, 64),), "third": (Row(SHIPPED),)}
+    assert _table.user_rows(gpu) == {"other": (LaunchRow(SHIPPED, 64),)}
+    _table.write_user_rows(gpu, {"third": [LaunchRow(SHIPPED)]})
+    assert _table.user_rows(gpu) == {"other": (LaunchRow(SHIPPED, 64),), "third": (LaunchRow(SHIPPED),)}
 
 
 def test_operators_may_be_tuned_side_by_side(gpu, monkeypatch):
@@ -107,7 +117,7 @@ def test_operators_may_be_tuned_side_by_side(gpu, monkeypatch):
     monkeypatch.setattr(_table.files, "put", slowly)
     tables = [f"table-{n}" for n in range(4)]
     with ThreadPoolExecutor(len(tables)) as pool:
-        list(pool.map(lambda name: _table.write_user_rows(gpu, {name: [Row(SHIPPED)]}), tables))
+        list(pool.map(lambda name: _table.write_user_rows(gpu, {name: [LaunchRow(SHIPPED)]}), tables))
     _table.user_rows.cache_clear()
     assert set(_table.user_rows(gpu)) == set(tables)
 
@@ -115,7 +125,9 @@ def test_operators_may_be_tuned_side_by_side(gpu, monkeypatch):
 @pytest.mark.parametrize("block", [WRONG, BROKEN])
 def test_a_shipped_configuration_that_fails_gives_way(gpu, fake, block):
     table, make, clock = fake
-    result = _tune.search(_tune.Workload(table, Row({}, 64, 256), make), {**SHIPPED, "BLOCK": block}, clock, tune.judge)
+    result = _tune.search(
+        _tune.Workload(table, LaunchRow({}, 64, 256), make), {**SHIPPED, "BLOCK": block}, clock, tune.judge
+    )
     assert (result.config, result.seconds, result.shipped) == (CANDIDATES[0], 2.0, None)
 
 
@@ -124,7 +136,7 @@ def test_nothing_that_runs_is_an_error(gpu, fake):
     told, lost = [], {0, 1}
     with pytest.raises(RuntimeError, match="no configuration runs and is right"):
         _tune.search(
-            _tune.Workload(table, Row({}), make),
+            _tune.Workload(table, LaunchRow({}), make),
             SHIPPED,
             clock,
             tune.judge,
@@ -141,7 +153,7 @@ def test_a_device_that_is_lost_ends_the_search(gpu, fake):
 
     table, make, clock = fake
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        _tune.search(_tune.Workload(table, Row({}), make), SHIPPED, clock, tune.judge, check_device=check_device)
+        _tune.search(_tune.Workload(table, LaunchRow({}), make), SHIPPED, clock, tune.judge, check_device=check_device)
 
 
 FOUND = ("found", {"BLOCK": 2}, 1.0, 3.0)
@@ -232,9 +244,9 @@ def test_launches_follow_what_was_tuned(gpu):
     library = next(c for c in ista_tables.PRODUCT.candidates if c["LIBRARY"])
     never = ista_tables.BACKWARD_FORM.candidates[-1]
     rows = {
-        "tssa_full_forward": [Row(chunks, 384, 256, half=True)],
-        "ista_product": [Row(library, 768, 1024, half=True)],
-        "ista_backward_form": [Row(never, 768, 1024, half=True)],
+        "tssa_full_forward": [LaunchRow(chunks, 384, 256, half=True)],
+        "ista_product": [LaunchRow(library, 768, 1024, half=True)],
+        "ista_backward_form": [LaunchRow(never, 768, 1024, half=True)],
     }
     _table.write_user_rows(gpu, rows)
     assert launched(image) == ["_tssa_fwd_kernel"] * 3

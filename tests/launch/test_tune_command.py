@@ -14,7 +14,7 @@ from crate_kernels._core import backends
 from crate_kernels._triton import launch as _launch
 from crate_kernels._triton import table as _table
 from crate_kernels._triton import tune as _tune
-from crate_kernels._triton.table import Row
+from crate_kernels._triton.table import LaunchRow
 from crate_kernels.cli import tune
 from tests.gpu.tuning import MOST
 from tests.launch.common import CANDIDATES, CUDA, SHIPPED
@@ -24,7 +24,7 @@ from tests.launch.common import CANDIDATES, CUDA, SHIPPED
 def command(gpu, fake, monkeypatch, tmp_path):
     """Pretend that there are workloads of 64, 32 and 16 channels and a GPU to time them on; return the workloads."""
     table, make, clock = fake
-    every = [_tune.Workload(table, Row({}, head_dim), make) for head_dim in (64, 32, 16)]
+    every = [_tune.Workload(table, LaunchRow({}, head_dim), make) for head_dim in (64, 32, 16)]
     monkeypatch.setattr(tune, "workloads", lambda ops, only: every)
     monkeypatch.setattr(tune.backends, "unavailable_reason", lambda op, name, device: None)
     monkeypatch.setattr(tune, "_seconds", lambda device, call: clock(call))
@@ -53,7 +53,7 @@ def test_the_command_writes_each_result_as_it_comes(command, gpu, monkeypatch, c
         yield from messages
 
     monkeypatch.setattr(_tune, "in_process", in_process)
-    _table.write_user_rows(gpu, {"other": [Row(SHIPPED)]})
+    _table.write_user_rows(gpu, {"other": [LaunchRow(SHIPPED)]})
     assert cli.main(["tune", "--op", "mssa"]) == 0
     assert set(_table.user_rows(gpu)) == {"fake", "other"}
     assert [(row.head_dim, row.config["BLOCK"]) for row in _table.user_rows(gpu)["fake"]] == [
@@ -233,7 +233,7 @@ def test_a_file_without_candidates_is_refused(command, tmp_path, capsys, text):
 
 
 def test_what_was_tuned_before_is_not_what_is_shipped(command, gpu):
-    _table.write_user_rows(gpu, {"fake": [Row(CANDIDATES[0])]})
+    _table.write_user_rows(gpu, {"fake": [LaunchRow(CANDIDATES[0])]})
     assert command[0].table.config(CUDA, 64, 100, False, torch.bfloat16) == CANDIDATES[0]
     assert tune._shipped(command[0], CUDA) == SHIPPED
 

@@ -38,7 +38,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("source", "architecture", "options", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_it_refuses_is_an_error_that_says_why(source, architecture, options, message, compiler):
-    with pytest.raises(nvrtc.Refused, match=message):
+    with pytest.raises(nvrtc.NotCompiled, match=message):
         compiler.compile(source, architecture, options, {}, ["f"])
 
 
@@ -71,7 +71,7 @@ def test_a_gpu_gets_its_own_code_and_a_newer_one_the_newest_that_is_known(capabi
 
 
 def test_a_gpu_that_is_too_old_is_refused():
-    with pytest.raises(nvrtc.Refused, match=r"NVRTC 12\.6 compiles from sm_75 on, this GPU is sm_70"):
+    with pytest.raises(nvrtc.NotCompiled, match=r"NVRTC 12\.6 compiles from sm_75 on, this GPU is sm_70"):
         nvrtc.Nvrtc(Stub()).architecture(70)
 
 
@@ -175,6 +175,6 @@ def test_no_program_outlives_its_compilation(source, monkeypatch):
     compiler = compilers.needed()
     counting = Counting(compiler._library)
     monkeypatch.setattr(compiler, "_library", counting)
-    with contextlib.nullcontext() if not source else pytest.raises(nvrtc.Refused):
+    with contextlib.nullcontext() if not source else pytest.raises(nvrtc.NotCompiled):
         compiler.compile(source, "sm_80")
     assert counting.alive == 0

@@ -9,7 +9,7 @@ from crate_kernels._core import backends
 from crate_kernels.ops.ista import op as ista_op
 from crate_kernels.ops.mssa import logsumexp, rectangular
 from crate_kernels.ops.mssa import op as mssa_op
-from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.tssa import op as tssa_op
 from tests.ops.common import home, kernels, leaves
 
@@ -43,7 +43,7 @@ def _mssa_backward_args(name, backend, **kwargs):
 
 def _lse_args(causal, backward=False):
     w, mask = torch.randn(2, 5, 3, 8).transpose(1, 2), torch.arange(5) < torch.tensor([[5], [2]])
-    call = Call(key_padding_mask=mask, causal=causal, scale=0.3)
+    call = MSSACall(key_padding_mask=mask, causal=causal, scale=0.3)
     lse = logsumexp._lse_fwd(w, *call)
     w.requires_grad_()
     return (torch.randn_like(lse), w, lse, *call) if backward else (w, *call)
@@ -122,7 +122,7 @@ def _rectangular_args(backend, backward=False):
     device = home(backend)
     (w, dout), numbers = torch.randn(2, 2, 3, 5, 8, device=device), torch.randn(3, 2, 3, 5, device=device)
     kept, seed = torch.rand(2, 5, device=device) > 0.3, torch.tensor(5, device=device)
-    call = rectangular.Call(kept[:, :3], kept[:, 2:], 4, 2, True, 0.3, seed, 0.2, 1, 5)
+    call = rectangular.RectangularCall(kept[:, :3], kept[:, 2:], 4, 2, True, 0.3, seed, 0.2, 1, 5)
     sides = [[t[:, :, part] for t in (w, dout, *numbers)] for part in (slice(3), slice(2, 5))]
     tensors = [*sides[0], *sides[1]] if backward else [side[0] for side in sides]
     return *tensors, *call, backend

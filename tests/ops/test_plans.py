@@ -15,7 +15,7 @@ from crate_kernels._core import backends, launches, plan, recording
 from crate_kernels._native import extension
 from crate_kernels._triton import table
 from crate_kernels.ops.mssa import op
-from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.call import MSSACall
 from tests.ops.common import leaves
 from tests.ops.repeated import CALLS, both, call_of, hits, inputs, known, repeated_calls  # noqa: F401
 from tests.tools.plans.replay import same_bits
@@ -124,7 +124,7 @@ def forced():
 def tuned():
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setenv("XDG_CACHE_HOME", folder)
-        table.write_user_rows("a GPU", {"a kernel": [table.Row({"warps": 4})]})
+        table.write_user_rows("a GPU", {"a kernel": [table.LaunchRow({"warps": 4})]})
     table.user_rows.cache_clear()
 
 
@@ -215,7 +215,7 @@ def test_a_repeated_call_without_memory_for_its_plan_is_made_in_python(failing):
 def test_calls_that_are_remembered_are_bounded():
     (w,) = inputs("mssa")
     for n in range(10_000):
-        op.shortcuts.remember((n,), (w,), Call(scale=1.0 + n), "cpp")
+        op.shortcuts.remember((n,), (w,), MSSACall(scale=1.0 + n), "cpp")
     assert 0 < len(op.shortcuts._known) <= 4096
     assert 0 < len(op.shortcuts._planned._entries) <= 4096
 

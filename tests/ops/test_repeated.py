@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import crate_kernels as ck
 from crate_kernels._core import backends, plan
 from crate_kernels._native import extension
-from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.call import MSSACall
 from tests.ops.repeated import CALLS, EACH, both, call_of, hits, known, repeated_calls  # noqa: F401
 
 pytestmark = pytest.mark.skipif(
@@ -285,7 +285,7 @@ def test_schemas_and_fakes_of_both_ops_hold_on_a_repeated_call(name):
 def test_the_op_itself_is_unchanged_on_a_repeated_call():
     call, make = known()
     (w,) = make()
-    options = dict(zip(Call._fields, (*Call(), "cpp"), strict=False)) | {"scale": 0.25, "backend": "cpp"}
+    options = dict(zip(MSSACall._fields, (*MSSACall(), "cpp"), strict=False)) | {"scale": 0.25, "backend": "cpp"}
     op = torch.ops.crate_kernels.mssa_fwd.default
     with torch.no_grad():
         found, (out, _) = hits(lambda: op(w, **options))

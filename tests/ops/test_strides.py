@@ -10,7 +10,7 @@ from crate_kernels import SubspaceCache, TokenStatsCache
 from crate_kernels.ops.ista import op as ista_op
 from crate_kernels.ops.mssa import logsumexp
 from crate_kernels.ops.mssa import op as mssa_op
-from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.tssa import op as tssa_op
 from tests.ops.common import LAYOUTS, home, interpreted, kernels, offsets, randn
 
@@ -41,7 +41,7 @@ def mssa(lay, shape, device, packed):
 def mssa_lse(lay, shape, device, masked):
     w = draw(lay, device, *shape)
     mask = lay(torch.ones(shape[0], shape[2], dtype=torch.bool, device=device)) if masked else None
-    call = Call(key_padding_mask=mask, causal=True, scale=0.3)
+    call = MSSACall(key_padding_mask=mask, causal=True, scale=0.3)
     lse = yield logsumexp._lse_fwd, (w, *call)
     yield logsumexp._lse_bwd, (draw(lay, device, *lse.shape, seed=1), w, lse, *call)
 

@@ -13,7 +13,7 @@ from crate_kernels.ops.ista import call as ista_call
 from crate_kernels.ops.ista.triton import launch as ista
 from crate_kernels.ops.ista.triton import tables
 from crate_kernels.ops.tssa import triton as tssa
-from crate_kernels.ops.tssa.call import Call, State
+from crate_kernels.ops.tssa.call import State, TSSACall
 from tests.ops.ista import test_triton as test_triton_ista
 from tests.ops.tssa import test_triton as test_triton_tssa  # forces one way of several
 from tests.tools.traffic import Traffic
@@ -37,18 +37,18 @@ def heads(seed):
 def full(way):
     w, dout, temp = heads(0), heads(1), torch.ones(HEADS)
     with Traffic() as forward:
-        _, *saved = tssa.forward(w, temp, Call())
+        _, *saved = tssa.forward(w, temp, TSSACall())
     with Traffic() as backward:
-        tssa.backward(dout, None, w, temp, *saved, Call())
+        tssa.backward(dout, None, w, temp, *saved, TSSACall())
     return forward, backward
 
 
 def causal(way, bias=None):
     w, dout, temp = heads(0), heads(1), torch.ones(HEADS)
     with Traffic() as forward:
-        _, membership = tssa.forward_causal(w, temp, bias, Call())
+        _, membership = tssa.forward_causal(w, temp, bias, TSSACall())
     with Traffic() as backward:
-        tssa.backward_causal(dout, None, w, temp, bias, membership, Call())
+        tssa.backward_causal(dout, None, w, temp, bias, membership, TSSACall())
     return forward, backward
 
 
@@ -105,7 +105,7 @@ MANY, FEW = 80, 20  # from 32 tokens on a step is one product forward, from 22 b
 def step(count, need=(True, True)):
     x, dy = (randn(count, DIM, dtype=HALF, seed=seed) for seed in (0, 1))
     weight = randn(DIM, DIM, dtype=HALF, seed=2) / 6
-    call = ista_call.Call(0.1, 0.1, True, HALF)
+    call = ista_call.ISTACall(0.1, 0.1, True, HALF)
     with Traffic() as forward:
         y = ista.forward(x, weight, call)
     with Traffic() as backward:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from crate_kernels._triton import tune
-from crate_kernels._triton.table import Row
+from crate_kernels._triton.table import LaunchRow
 from crate_kernels.cli.tune import judge
 from crate_kernels.ops.ista.triton import tables as ista_tables
 from crate_kernels.ops.mssa.triton import tables as mssa_tables
@@ -46,7 +46,7 @@ def workload(request, monkeypatch):
     monkeypatch.setattr(mssa_tune, "_DECODED", 1)
     monkeypatch.setattr(tssa_timed, "_ELEMENTS", 2 * 16 * 12)
     table, make = CALLS[request.param]
-    return tune.Workload(table, Row({}, 64, 64), make(table))
+    return tune.Workload(table, LaunchRow({}, 64, 64), make(table))
 
 
 @pytest.mark.parametrize("workload", CALLS, indirect=True)

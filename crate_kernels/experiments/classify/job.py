@@ -13,15 +13,15 @@ from torch.nn import functional as F
 
 from crate_kernels.bench.drawing import GREY, axes
 from crate_kernels.experiments.classify.models import BUILDERS, fresh
-from crate_kernels.experiments.classify.settings import Settings
+from crate_kernels.experiments.classify.settings import ClassifySettings
 from crate_kernels.experiments.common.fit import Fit, decayed, every, train
 from crate_kernels.experiments.common.trial import Trial
 from crate_kernels.experiments.demo import data
-from crate_kernels.experiments.demo.settings import Settings as DemoSettings
+from crate_kernels.experiments.demo.settings import DemoSettings
 from crate_kernels.experiments.demo.training import batch, steps_per_epoch
 
 
-def run(trial: Trial, settings: Settings) -> int:
+def run(trial: Trial, settings: ClassifySettings) -> int:
     """Train, test and draw."""
     digits = data.load()
     neighbours = data.nearest_neighbours(digits)
@@ -46,7 +46,7 @@ def run(trial: Trial, settings: Settings) -> int:
     return 0
 
 
-def _fit(name: str, trial: Trial, settings: Settings, digits: data.Digits) -> Fit:
+def _fit(name: str, trial: Trial, settings: ClassifySettings, digits: data.Digits) -> Fit:
     model = fresh(name, settings, digits, trial.backend, trial.seed).to(trial.device)
     drawing = DemoSettings(seed=trial.seed, batch_size=settings.batch_size)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crate_kernels.experiments.classify.settings import Settings
+from crate_kernels.experiments.classify.settings import ClassifySettings
 from crate_kernels.experiments.common.draws import seeded
 from crate_kernels.experiments.demo.data import Digits
 from crate_kernels.models import CRATE, CRATEAlpha, CRATEAlphaConfig, CRATEConfig, ToST, ToSTConfig
@@ -20,22 +20,22 @@ _ALPHA_WIDTH = 768  # of CRATE-alpha's base model
 
 
 @dataclass(frozen=True)
-class Entry:
+class Contender:
     """The builder of a model, its paper's result on ImageNet at the published size, and its learning rate.
 
     The learning rate is ``pace`` times that of the settings. It suits the family at the default size.
     """
 
-    build: Callable[[Settings, Digits, dict[str, Any]], nn.Module]
+    build: Callable[[ClassifySettings, Digits, dict[str, Any]], nn.Module]
     paper: str = "-"
     pace: float = 1.0
 
 
-def _crate(settings: Settings, digits: Digits, sizes: dict[str, Any], **variant: Any) -> nn.Module:
+def _crate(settings: ClassifySettings, digits: Digits, sizes: dict[str, Any], **variant: Any) -> nn.Module:
     return CRATE(CRATEConfig(**sizes, dim_head=settings.dim_head, **variant))
 
 
-def _alpha(settings: Settings, digits: Digits, sizes: dict[str, Any]) -> nn.Module:
+def _alpha(settings: ClassifySettings, digits: Digits, sizes: dict[str, Any]) -> nn.Module:
     model = CRATEAlpha(CRATEAlphaConfig(**sizes, dim_head=settings.dim_head))
     with torch.no_grad():
         # The initial deviation of 0.02 suits that width; in a narrow model attention would start near zero.
@@ -45,7 +45,7 @@ def _alpha(settings: Settings, digits: Digits, sizes: dict[str, Any]) -> nn.Modu
     return model
 
 
-def _aot(settings: Settings, digits: Digits, sizes: dict[str, Any], attention: str) -> nn.Module:
+def _aot(settings: ClassifySettings, digits: Digits, sizes: dict[str, Any], attention: str) -> nn.Module:
     return AoTVision(AoTVisionConfig(**sizes, attention=attention))
 
 
@@ -61,7 +61,7 @@ class _Enlarged(nn.Module):
         return self.tost(large)
 
 
-def _tost(settings: Settings, digits: Digits, sizes: dict[str, Any]) -> nn.Module:
+def _tost(settings: ClassifySettings, digits: Digits, sizes: dict[str, Any]) -> nn.Module:
     factor = 8 // digits.patch_size
     config = ToSTConfig(
         embed_dim=settings.dim,
@@ -79,19 +79,19 @@ def _tost(settings: Settings, digits: Digits, sizes: dict[str, Any]) -> nn.Modul
 # Published accuracies. CRATE and ToST: Buchanan, Pai, Wang and Ma (Learning Deep Representations of Data Distributions,
 # 2025), "Image Classification" and "Linear Time Complexity Transformers". CRATE-alpha: its repository's README.
 BUILDERS = {
-    "CRATE": Entry(_crate, "70.8% (B, 22.8M)", pace=2.0),
-    "CRATE, tied (Eq. 11-12)": Entry(partial(_crate, attention="tied"), pace=2.0),
-    "CRATE, exact gradient (Eq. 9)": Entry(partial(_crate, attention="gradient"), pace=2.0),
-    "CRATE, soft threshold": Entry(partial(_crate, prox="soft"), pace=2.0),
-    "CRATE, majorised ISTA (Eq. 92)": Entry(partial(_crate, prox="mm"), pace=2.0),
-    "CRATE-alpha": Entry(_alpha, "81.2% (B/16, from ImageNet-21k)", pace=2.0),
-    "ToST": Entry(_tost, "77.9% (S, 22.6M)"),
-    "AoT, MSSA": Entry(partial(_aot, attention="mssa")),
-    "AoT, MHSA": Entry(partial(_aot, attention="mhsa")),
+    "CRATE": Contender(_crate, "70.8% (B, 22.8M)", pace=2.0),
+    "CRATE, tied (Eq. 11-12)": Contender(partial(_crate, attention="tied"), pace=2.0),
+    "CRATE, exact gradient (Eq. 9)": Contender(partial(_crate, attention="gradient"), pace=2.0),
+    "CRATE, soft threshold": Contender(partial(_crate, prox="soft"), pace=2.0),
+    "CRATE, majorised ISTA (Eq. 92)": Contender(partial(_crate, prox="mm"), pace=2.0),
+    "CRATE-alpha": Contender(_alpha, "81.2% (B/16, from ImageNet-21k)", pace=2.0),
+    "ToST": Contender(_tost, "77.9% (S, 22.6M)"),
+    "AoT, MSSA": Contender(partial(_aot, attention="mssa")),
+    "AoT, MHSA": Contender(partial(_aot, attention="mhsa")),
 }
 
 
-def fresh(name: str, settings: Settings, digits: Digits, backend: str | None, seed: int) -> nn.Module:
+def fresh(name: str, settings: ClassifySettings, digits: Digits, backend: str | None, seed: int) -> nn.Module:
     """Build a model as it is before the first step; the caller's random state is not touched."""
     own = {name: getattr(settings, name) for name in ("dim", "depth", "heads")}
     with seeded(seed):

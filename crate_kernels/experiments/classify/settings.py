@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Settings:
+class ClassifySettings:
     """The models and their training.
 
     Attributes:
@@ -28,8 +28,8 @@ class Settings:
 
 
 PRESETS = {
-    "default": Settings(),
+    "default": ClassifySettings(),
     # The width and depth of CRATE-Tiny and the paper's number of epochs, but not its images (ImageNet).
-    "paper": Settings(dim=384, depth=12, heads=6, dim_head=64, epochs=150, rate=5e-4, warmup=200),
-    "quick": Settings(dim=16, depth=1, heads=2, dim_head=8, epochs=1, batch_size=400, warmup=2),
+    "paper": ClassifySettings(dim=384, depth=12, heads=6, dim_head=64, epochs=150, rate=5e-4, warmup=200),
+    "quick": ClassifySettings(dim=16, depth=1, heads=2, dim_head=8, epochs=1, batch_size=400, warmup=2),
 }

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from crate_kernels.bench.memory import peak_bytes
 from crate_kernels.experiments.common.draws import generator
 from crate_kernels.experiments.demo.data import Digits
-from crate_kernels.experiments.demo.settings import Settings
+from crate_kernels.experiments.demo.settings import DemoSettings
 from crate_kernels.experiments.demo.training import Training, fresh_model, model_config
 
 STEPS, QUICK_STEPS = 20, 8
@@ -99,7 +99,7 @@ class Cost:
     peak_bytes: tuple[int, int]
 
 
-def costs(settings: Settings, digits: Digits, backend: str | None, device: torch.device, rounds: int) -> list[Cost]:
+def costs(settings: DemoSettings, digits: Digits, backend: str | None, device: torch.device, rounds: int) -> list[Cost]:
     """Measure a training step at the demo's patch size and at finer ones: attention is quadratic in tokens."""
     found, few = [_cost(settings, digits, backend, device, rounds)], -(-rounds // 5)  # finer steps take seconds
     while digits.patch_size > 1:
@@ -108,7 +108,7 @@ def costs(settings: Settings, digits: Digits, backend: str | None, device: torch
     return found
 
 
-def _cost(settings: Settings, digits: Digits, backend: str | None, device: torch.device, rounds: int) -> Cost:
+def _cost(settings: DemoSettings, digits: Digits, backend: str | None, device: torch.device, rounds: int) -> Cost:
     tokens = digits.side**2 + 1
     size = min(settings.batch_size, _TOKENS_A_STEP // tokens)
     images = digits.crop(digits.train_images[:size]).contiguous().to(device)

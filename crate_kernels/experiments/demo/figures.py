@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from crate_kernels.bench.drawing import BLUE, GREY, ORANGE, axes, bare, colour_bar, whole_numbers
 from crate_kernels.experiments.demo.compare import Agreement, Cost
 from crate_kernels.experiments.demo.training import Training
-from crate_kernels.experiments.demo.whitebox import Attention, Layers
+from crate_kernels.experiments.demo.whitebox import DigitAttention, Layers
 
 _FUSED, _NAIVE, _THIRD = BLUE, ORANGE, GREY
 
@@ -121,7 +121,7 @@ def coherence(before: Layers, after: Layers, dim: int) -> Figure:
     return figure
 
 
-def attention(seen: Attention) -> Figure:
+def attention(seen: DigitAttention) -> Figure:
     """Draw the attention of the last layer's class token to each patch, head by head."""
     digits, heads = seen.itself.shape
     figure, grid = axes(1.6 * (heads + 1) + 1, 1.75 * digits, digits, heads + 1)

@@ -12,14 +12,14 @@ from crate_kernels._core.files import put
 from crate_kernels.experiments.common.fit import train
 from crate_kernels.experiments.common.trial import Trial
 from crate_kernels.experiments.demo import compare, data, report, whitebox
-from crate_kernels.experiments.demo.settings import Settings
+from crate_kernels.experiments.demo.settings import DemoSettings
 from crate_kernels.experiments.demo.training import Training, fresh_model
 
 _SHOWN = (2, 3, 4, 5, 7, 8)
 _ROUNDS, _QUICK_ROUNDS = 15, 3
 
 
-def run(trial: Trial, settings: Settings) -> int:
+def run(trial: Trial, settings: DemoSettings) -> int:
     """Run all parts; return 1 if the fused losses are not the naive ones or the weights are not finite, else 0."""
     quick, device, folder = trial.preset == "quick", trial.device, trial.folder
     digits = data.load()

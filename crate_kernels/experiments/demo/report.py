@@ -12,7 +12,7 @@ from crate_kernels.experiments.common.trial import Trial
 from crate_kernels.experiments.demo import figures
 from crate_kernels.experiments.demo.compare import Agreement, Cost
 from crate_kernels.experiments.demo.training import Training
-from crate_kernels.experiments.demo.whitebox import Attention, Layers
+from crate_kernels.experiments.demo.whitebox import DigitAttention, Layers
 
 _STYLE = """
 body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; color: #222 }
@@ -34,7 +34,7 @@ class Outcome:
     costs: list[Cost]
     before: Layers
     after: Layers
-    attention: Attention
+    attention: DigitAttention
 
     @property
     def accuracy(self) -> float:

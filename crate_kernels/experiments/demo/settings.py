@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """Settings that decide the outcome of a training run.
 
     Attributes:
@@ -30,4 +30,4 @@ class Settings:
     dim_head: int = 32
 
 
-PRESETS = {"default": Settings(), "quick": Settings(epochs=1)}
+PRESETS = {"default": DemoSettings(), "quick": DemoSettings(epochs=1)}

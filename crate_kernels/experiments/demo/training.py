@@ -12,23 +12,23 @@ from crate_kernels.experiments.common import machine
 from crate_kernels.experiments.common.draws import generator, seeded
 from crate_kernels.experiments.common.fit import Fit, decayed, every
 from crate_kernels.experiments.demo.data import Digits
-from crate_kernels.experiments.demo.settings import Settings
+from crate_kernels.experiments.demo.settings import DemoSettings
 from crate_kernels.models import CRATE, CRATEConfig
 
 
-def model_config(settings: Settings, digits: Digits, backend: str | None) -> CRATEConfig:
+def model_config(settings: DemoSettings, digits: Digits, backend: str | None) -> CRATEConfig:
     """Describe the model that fits these digits."""
     sizes = {name: getattr(settings, name) for name in ("dim", "depth", "heads", "dim_head")}
     return CRATEConfig(**digits.sizes(), **sizes, backend=backend)
 
 
-def fresh_model(settings: Settings, config: CRATEConfig, device: torch.device) -> CRATE:
+def fresh_model(settings: DemoSettings, config: CRATEConfig, device: torch.device) -> CRATE:
     """Build the model as it is before the first step; the caller's random state is not touched."""
     with seeded(settings.seed):
         return CRATE(config).to(device)
 
 
-def batch(settings: Settings, digits: Digits, step: int) -> tuple[Tensor, Tensor]:
+def batch(settings: DemoSettings, digits: Digits, step: int) -> tuple[Tensor, Tensor]:
     """Draw the batch of one step: each epoch is a permutation, each image moved by a random affine map."""
     epoch, index = divmod(step, steps_per_epoch(settings, digits))
     order = torch.randperm(len(digits.train_labels), generator=generator(settings.seed, 0, epoch))
@@ -47,7 +47,7 @@ def batch(settings: Settings, digits: Digits, step: int) -> tuple[Tensor, Tensor
     return digits.crop(moved).contiguous(), digits.train_labels[chosen]
 
 
-def steps_per_epoch(settings: Settings, digits: Digits) -> int:
+def steps_per_epoch(settings: DemoSettings, digits: Digits) -> int:
     """Count the whole batches in the training images."""
     return len(digits.train_labels) // settings.batch_size
 
@@ -55,7 +55,7 @@ def steps_per_epoch(settings: Settings, digits: Digits) -> int:
 class Training(Fit):
     """The training of a CRATE on digits; ``fused`` names the backend of its operators, for people."""
 
-    def __init__(self, settings: Settings, digits: Digits, backend: str | None, device: torch.device) -> None:
+    def __init__(self, settings: DemoSettings, digits: Digits, backend: str | None, device: torch.device) -> None:
         self.settings, self.digits, self.device = settings, digits, device
         self.config = model_config(settings, digits, backend)
         self.fused = machine.backends(("mssa", "ista"), backend, device)

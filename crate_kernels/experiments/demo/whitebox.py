@@ -55,7 +55,7 @@ def measure(model: CRATE, digits: Digits, device: torch.device) -> Layers:
 
 
 @dataclass(frozen=True, eq=False)
-class Attention:
+class DigitAttention:
     """Attention of the class token in the last layer, on a few test digits.
 
     Attributes:
@@ -73,13 +73,13 @@ class Attention:
 
 
 @torch.no_grad()
-def class_attention(model: CRATE, digits: Digits, device: torch.device, classes: tuple[int, ...]) -> Attention:
+def class_attention(model: CRATE, digits: Digits, device: torch.device, classes: tuple[int, ...]) -> DigitAttention:
     """Return the attention on the first test image of each of ``classes``."""
     chosen = digits.first(classes)
     images = digits.crop(digits.test_images[chosen])
     model.eval()
     weights = model.get_last_selfattention(images.to(device), layer=model.config.depth - 1)[:, :, 0].cpu()
-    return Attention(
+    return DigitAttention(
         images[:, 0],
         digits.test_labels[chosen],
         model(images.to(device)).argmax(-1).cpu(),

@@ -13,13 +13,13 @@ from crate_kernels._core import backends
 from crate_kernels.bench.drawing import CYCLE, GREY, axes, whole_numbers
 from crate_kernels.experiments.common.trial import Trial
 from crate_kernels.experiments.denoise.mixture import denoise, departure
-from crate_kernels.experiments.denoise.settings import FIGURE, Mixture, Settings
+from crate_kernels.experiments.denoise.settings import FIGURE, DenoiseSettings, Mixture
 
 # Rounding of float64 over six layers of sums of up to 512 terms. A float32 anywhere would be five digits worse.
 _ROUNDING = 1e-12
 
 
-def run(trial: Trial, settings: Settings) -> int:
+def run(trial: Trial, settings: DenoiseSettings) -> int:
     """Measure and draw; return 1 if the SNR departs from Theorem 3.1 by more than rounding where it must hold."""
     backend = trial.backend
     fused = backends.resolve("mssa", backend, trial.device, torch.float32)
@@ -87,7 +87,7 @@ def _growth(ratios: Tensor) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _numbers(theorem: list[dict[str, Any]], settings: Settings, softmax: list[Tensor]) -> dict[str, Any]:
+def _numbers(theorem: list[dict[str, Any]], settings: DenoiseSettings, softmax: list[Tensor]) -> dict[str, Any]:
     return {
         "theorem": [
             {

@@ -54,7 +54,7 @@ def _figure(tokens: int, clusters: int, rank: int, dim: int, layers: int, eta: f
 
 
 @dataclass(frozen=True)
-class Settings:
+class DenoiseSettings:
     """The mixtures to run: the theorem's, then the figure's, each with ``draws`` draws."""
 
     theorem: tuple[Mixture, ...] = _THEOREM
@@ -64,8 +64,8 @@ class Settings:
 
 
 PRESETS = {
-    "default": Settings(),
+    "default": DenoiseSettings(),
     # The figure's noise levels and number of layers. Its other sizes are unknown: these are larger ones.
-    "paper": Settings(softmax=_figure(2048, 8, 64, 512, 12, 0.05)),
-    "quick": Settings(theorem=_THEOREM[1:], softmax=_figure(64, 2, 16, 32, 3, 0.05), draws=2),
+    "paper": DenoiseSettings(softmax=_figure(2048, 8, 64, 512, 12, 0.05)),
+    "quick": DenoiseSettings(theorem=_THEOREM[1:], softmax=_figure(64, 2, 16, 32, 3, 0.05), draws=2),
 }

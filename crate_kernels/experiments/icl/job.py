@@ -14,7 +14,7 @@ from crate_kernels.experiments.common.draws import seeded
 from crate_kernels.experiments.common.fit import Fit, every, train
 from crate_kernels.experiments.common.trial import Trial
 from crate_kernels.experiments.icl import opposite, prompts
-from crate_kernels.experiments.icl.settings import Settings
+from crate_kernels.experiments.icl.settings import ICLSettings
 from crate_kernels.models.aot import AoTRegression, AoTRegressionConfig, start_as_derived
 
 _TRAINING, _TESTING = 0, 1
@@ -23,7 +23,7 @@ _OPPOSITE = "AoT-MSSA, opposite heads"
 _PAPER = {"AoT-MSSA": "near the transformer", "AoT-MHSA": "near the transformer", "least squares": "0 once solvable"}
 
 
-def run(trial: Trial, settings: Settings) -> int:
+def run(trial: Trial, settings: ICLSettings) -> int:
     """Train, test and draw."""
     found: dict[str, dict[str, Any]] = {}
     for task in settings.tasks:
@@ -50,7 +50,7 @@ def run(trial: Trial, settings: Settings) -> int:
     return 0
 
 
-def models(settings: Settings) -> dict[str, dict[str, Any]]:
+def models(settings: ICLSettings) -> dict[str, dict[str, Any]]:
     """Return the arguments of each model, by name; the standard transformer has half the layers, as in the paper."""
     mssa = {"attention": "mssa", "depth": settings.depth, "eta": settings.eta}
     mhsa = {"attention": "mhsa", "depth": settings.depth}
@@ -60,7 +60,7 @@ def models(settings: Settings) -> dict[str, dict[str, Any]]:
     return {"AoT-MSSA": mssa, "AoT-MHSA": mhsa, "transformer": transformer}
 
 
-def fresh(trial: Trial, settings: Settings, name: str) -> AoTRegression:
+def fresh(trial: Trial, settings: ICLSettings, name: str) -> AoTRegression:
     """Build a model as it is before the first step."""
     config = AoTRegressionConfig(
         n_dims=settings.dims,
@@ -85,7 +85,9 @@ def fresh(trial: Trial, settings: Settings, name: str) -> AoTRegression:
     return model.to(trial.device)
 
 
-def _fit(trial: Trial, settings: Settings, task: str, name: str, tests: tuple[Tensor, Tensor], variance: float) -> Fit:
+def _fit(
+    trial: Trial, settings: ICLSettings, task: str, name: str, tests: tuple[Tensor, Tensor], variance: float
+) -> Fit:
     model = fresh(trial, settings, name)
 
     def loss(step: int) -> Tensor:
@@ -117,7 +119,7 @@ def _test_errors(model: torch.nn.Module, xs: Tensor, ys: Tensor, variance: float
     return prompts.errors(predictions, ys, variance)
 
 
-def _print_errors(trial: Trial, settings: Settings, found: dict[str, dict[str, Any]]) -> None:
+def _print_errors(trial: Trial, settings: ICLSettings, found: dict[str, dict[str, Any]]) -> None:
     """Print measured errors beside the paper's words; the paper tabulates no errors."""
     rows = []
     for task, result in found.items():

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from crate_kernels.experiments.common.draws import generator
-from crate_kernels.experiments.icl.settings import Settings
+from crate_kernels.experiments.icl.settings import ICLSettings
 
 
-def draw(settings: Settings, task: str, count: int, *purpose: int) -> tuple[Tensor, Tensor, Tensor]:
+def draw(settings: ICLSettings, task: str, count: int, *purpose: int) -> tuple[Tensor, Tensor, Tensor]:
     """Draw xs (count, examples, dims) and weights (count, dims), standard normal; return xs, ``xs . w`` and w.
 
     In a sparse prompt all but ``nonzeros`` weights are zero; their places are drawn without replacement.

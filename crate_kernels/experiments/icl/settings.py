@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Settings:
+class ICLSettings:
     """The tasks, the models and their training.
 
     Attributes:
@@ -47,9 +47,9 @@ class Settings:
 
 
 PRESETS = {
-    "default": Settings(),
+    "default": ICLSettings(),
     # The paper's d, nonzeros, model, batch, iterations and prompts; examples and rate of Garg et al. 2022.
-    "paper": Settings(
+    "paper": ICLSettings(
         dims=20,
         nonzeros=3,
         examples=41,
@@ -65,6 +65,6 @@ PRESETS = {
         rate=1e-4,
         warmup=1000,
     ),
-    "quick": Settings(dims=2, examples=5, dim=16, heads=2, depth=2, steps=6, batch_size=8, warmup=2, tests=64),
-    "opposite": Settings(tasks=("linear",), opposite=True, steps=1250),
+    "quick": ICLSettings(dims=2, examples=5, dim=16, heads=2, depth=2, steps=6, batch_size=8, warmup=2, tests=64),
+    "opposite": ICLSettings(tasks=("linear",), opposite=True, steps=1250),
 }

@@ -19,7 +19,7 @@ from crate_kernels.experiments.common.draws import generator, seeded
 from crate_kernels.experiments.common.fit import Fit, every, train
 from crate_kernels.experiments.common.trial import Trial
 from crate_kernels.experiments.language import text
-from crate_kernels.experiments.language.settings import Settings
+from crate_kernels.experiments.language.settings import LanguageSettings
 from crate_kernels.models import CRATELM, CRATELMConfig, ToSTLM, ToSTLMConfig
 from crate_kernels.models._shared.language import LanguageModel
 from crate_kernels.models.aot import AoTLM, AoTLMConfig
@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[Callable[[dict[str, Any]], LanguageModel], str]] = {
 }
 
 
-def run(trial: Trial, settings: Settings) -> int:
+def run(trial: Trial, settings: LanguageSettings) -> int:
     """Train, test, write and draw."""
     source = text.load()
     trial.say(f"{source.name}: the last tenth to be tested on")
@@ -79,7 +79,7 @@ def run(trial: Trial, settings: Settings) -> int:
     return 0
 
 
-def fresh(trial: Trial, settings: Settings, name: str) -> LanguageModel:
+def fresh(trial: Trial, settings: LanguageSettings, name: str) -> LanguageModel:
     """Build a model as it is before the first step."""
     sizes = {
         "vocab_size": _BYTES,
@@ -93,7 +93,7 @@ def fresh(trial: Trial, settings: Settings, name: str) -> LanguageModel:
         return MODELS[name][0](sizes).to(trial.device)
 
 
-def _fit(name: str, trial: Trial, settings: Settings, source: text.Text) -> Fit:
+def _fit(name: str, trial: Trial, settings: LanguageSettings, source: text.Corpus) -> Fit:
     model = fresh(trial, settings, name)
 
     def loss(drawn: int) -> Tensor:
@@ -129,7 +129,7 @@ def _fit(name: str, trial: Trial, settings: Settings, source: text.Text) -> Fit:
     )
 
 
-def _write_text(fit: Fit, trial: Trial, settings: Settings) -> tuple[str, tuple[float, float]]:
+def _write_text(fit: Fit, trial: Trial, settings: LanguageSettings) -> tuple[str, tuple[float, float]]:
     """Let a model continue a prompt; return the text, and bytes per second with a cache and without.
 
     Speed is measured within the model's context, where the cache applies.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Settings:
+class LanguageSettings:
     """The models, their training and their sampling.
 
     Attributes:
@@ -31,10 +31,10 @@ class Settings:
 
 
 PRESETS = {
-    "default": Settings(),
+    "default": LanguageSettings(),
     # GPT-2's base size, and nanoGPT's rate, steps and batch of 480, but not OpenWebText and its tokens.
-    "paper": Settings(
+    "paper": LanguageSettings(
         layers=12, heads=12, dim=768, block=1024, steps=600_000, batch_size=12, pieces=40, rate=6e-4, warmup=2000
     ),
-    "quick": Settings(layers=1, heads=2, dim=16, block=16, steps=2, batch_size=4, warmup=1, sample=8),
+    "quick": LanguageSettings(layers=1, heads=2, dim=16, block=16, steps=2, batch_size=4, warmup=1, sample=8),
 }

@@ -13,7 +13,7 @@ _HELD_OUT = 0.1  # share of the text, at its end
 
 
 @dataclass(frozen=True, eq=False)
-class Text:
+class Corpus:
     """Bytes for training and for testing.
 
     Attributes:
@@ -25,7 +25,7 @@ class Text:
     test: Tensor
 
 
-def load() -> Text:
+def load() -> Corpus:
     """Read ``pydoc_data.topics``: the texts of ``help()``, nearly half a megabyte."""
     from pydoc_data import topics
 
@@ -33,7 +33,7 @@ def load() -> Text:
     data = torch.frombuffer(bytearray(whole), dtype=torch.uint8)
     start = int(len(data) * (1 - _HELD_OUT))
     name = f"the {len(topics.topics)} topics of Python's documentation, {len(data):,} bytes"
-    return Text(name, data[:start], data[start:])
+    return Corpus(name, data[:start], data[start:])
 
 
 def batch(data: Tensor, length: int, count: int, *purpose: int) -> tuple[Tensor, Tensor]:

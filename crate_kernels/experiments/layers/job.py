@@ -12,14 +12,14 @@ from crate_kernels.bench.drawing import axes, bare, colour_bar
 from crate_kernels.experiments.common.trial import Trial
 from crate_kernels.experiments.demo import data
 from crate_kernels.experiments.demo.figures import layers
-from crate_kernels.experiments.demo.settings import Settings as TrainingSettings
+from crate_kernels.experiments.demo.settings import DemoSettings
 from crate_kernels.experiments.demo.training import Training
 from crate_kernels.experiments.layers import watching
-from crate_kernels.experiments.layers.settings import Settings
-from crate_kernels.experiments.layers.watching import Tokens
+from crate_kernels.experiments.layers.settings import LayersSettings
+from crate_kernels.experiments.layers.watching import WatchedTokens
 
 
-def run(trial: Trial, settings: Settings) -> int:
+def run(trial: Trial, settings: LayersSettings) -> int:
     """Train, measure and draw."""
     digits = data.load()
     training = Training(training_settings(settings, trial.seed), digits, trial.backend, trial.device)
@@ -58,10 +58,10 @@ def run(trial: Trial, settings: Settings) -> int:
     return 0
 
 
-def training_settings(settings: Settings, seed: int) -> TrainingSettings:
+def training_settings(settings: LayersSettings, seed: int) -> DemoSettings:
     """Return the demo's training settings with another size and length."""
     own = ("epochs", "batch_size", "learning_rate", "weight_decay", "dim", "depth", "heads", "dim_head")
-    return TrainingSettings(seed=seed, **{name: getattr(settings, name) for name in own})
+    return DemoSettings(seed=seed, **{name: getattr(settings, name) for name in own})
 
 
 def _series(values: list[float], places: int) -> str:
@@ -80,7 +80,7 @@ def _draw_epochs(seen: dict[int, dict[str, Any]]) -> Figure:
     return layers({name: seen[epoch] for epoch, name in names.items()}, list(colours))
 
 
-def _draw_heatmaps(seen: Tokens) -> Figure:
+def _draw_heatmaps(seen: WatchedTokens) -> Figure:
     """Draw the code of each token of one digit, in every layer."""
     depth = len(seen.codes)
     figure, (row,) = axes(2.1 * depth + 1, 3.4, 1, depth)
@@ -99,7 +99,7 @@ def _draw_heatmaps(seen: Tokens) -> Figure:
     return figure
 
 
-def _draw_subspaces(seen: Tokens, heads: int) -> Figure:
+def _draw_subspaces(seen: WatchedTokens, heads: int) -> Figure:
     """Draw ``|[U_1 .. U_K]^T [U_1 .. U_K]|`` of every layer, with columns of unit norm."""
     depth, size = seen.gram.shape[:2]
     columns = min(depth, 6)
@@ -116,7 +116,7 @@ def _draw_subspaces(seen: Tokens, heads: int) -> Figure:
     return figure
 
 
-def _draw_principal(seen: Tokens) -> Figure:
+def _draw_principal(seen: WatchedTokens) -> Figure:
     """Draw each digit, and beside it the first three principal components of its tokens as red, green and blue."""
     depth, digits = seen.colours.shape[:2]
     figure, grid = axes(1.35 * (depth + 1), 1.4 * digits + 0.4, digits, depth + 1)

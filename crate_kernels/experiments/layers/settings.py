@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Settings:
+class LayersSettings:
     """The model, its training, and the epochs of its measurements.
 
     Attributes:
@@ -30,10 +30,10 @@ class Settings:
 
 
 PRESETS = {
-    "default": Settings(),
+    "default": LayersSettings(),
     # CRATE-Tiny and its number of epochs, but not the paper's images (ImageNet) or optimiser (Lion). Weight decay
     # has the published effect, e^2.3, in these 6,000 steps.
-    "paper": Settings(
+    "paper": LayersSettings(
         dim=384,
         depth=12,
         heads=6,
@@ -43,5 +43,5 @@ PRESETS = {
         weight_decay=1.5,
         looks=(0, 1, 5, 15, 50, 150),
     ),
-    "quick": Settings(dim=16, depth=2, heads=2, dim_head=8, epochs=1, batch_size=400, looks=(0, 1), shown=(2, 7)),
+    "quick": LayersSettings(dim=16, depth=2, heads=2, dim_head=8, epochs=1, batch_size=400, looks=(0, 1), shown=(2, 7)),
 }

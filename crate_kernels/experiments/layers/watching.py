@@ -69,7 +69,7 @@ def added(model: Any, images: Tensor) -> list[float]:
 
 
 @dataclass(frozen=True, eq=False)
-class Tokens:
+class WatchedTokens:
     """The tokens of a few digits in every layer.
 
     Attributes:
@@ -90,7 +90,7 @@ class Tokens:
 
 
 @torch.no_grad()
-def tokens(training: Training, digits: Digits, shown: tuple[int, ...]) -> Tokens:
+def tokens(training: Training, digits: Digits, shown: tuple[int, ...]) -> WatchedTokens:
     """Return the tokens of the first test image of each of ``shown``."""
     model: Any = training.model.eval()
     chosen = digits.first(shown)
@@ -107,7 +107,7 @@ def tokens(training: Training, digits: Digits, shown: tuple[int, ...]) -> Tokens
             hook.remove()
     depth, side = model.config.depth, digits.side
     found = [_components(model.get_last_key(images.to(training.device), depth=i)[:, 1:].cpu()) for i in range(depth)]
-    return Tokens(
+    return WatchedTokens(
         images[:, 0],
         digits.test_labels[chosen],
         torch.stack(codes),

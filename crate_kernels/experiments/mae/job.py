@@ -14,10 +14,10 @@ from crate_kernels.experiments.common.fit import Fit, decayed, every, train
 from crate_kernels.experiments.common.trial import Trial
 from crate_kernels.experiments.demo import data
 from crate_kernels.experiments.demo.data import Digits
-from crate_kernels.experiments.demo.settings import Settings as DemoSettings
+from crate_kernels.experiments.demo.settings import DemoSettings
 from crate_kernels.experiments.demo.training import batch
 from crate_kernels.experiments.mae import probe
-from crate_kernels.experiments.mae.settings import Settings
+from crate_kernels.experiments.mae.settings import MAESettings
 from crate_kernels.models import CRATEMAE, CRATEMAEConfig
 
 _TRAINING, _TESTING = 0, 1
@@ -26,7 +26,7 @@ _TRAINING, _TESTING = 0, 1
 _PAPER = {"CRATE-MAE, the class token": "CIFAR10: 80.9% (B, 44.6M)"}
 
 
-def run(trial: Trial, settings: Settings) -> int:
+def run(trial: Trial, settings: MAESettings) -> int:
     """Train, measure and draw."""
     digits = data.load()
     trial.say(str(digits))
@@ -73,7 +73,7 @@ def run(trial: Trial, settings: Settings) -> int:
     return 0
 
 
-def fresh(settings: Settings, digits: data.Digits, trial: Trial) -> CRATEMAE:
+def fresh(settings: MAESettings, digits: data.Digits, trial: Trial) -> CRATEMAE:
     """Build the model as it is before the first step."""
     with seeded(trial.seed):
         config = CRATEMAEConfig(
@@ -93,7 +93,9 @@ def fresh(settings: Settings, digits: data.Digits, trial: Trial) -> CRATEMAE:
         return CRATEMAE(config)
 
 
-def _fit(model: CRATEMAE, trial: Trial, settings: Settings, digits: data.Digits, images: Tensor, masks: Tensor) -> Fit:
+def _fit(
+    model: CRATEMAE, trial: Trial, settings: MAESettings, digits: data.Digits, images: Tensor, masks: Tensor
+) -> Fit:
     drawing = DemoSettings(seed=trial.seed, batch_size=settings.batch_size)
     patches = digits.side**2
     kept = int(patches * (1 - settings.mask_ratio))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from crate_kernels.experiments.common.trial import Trial
 from crate_kernels.experiments.demo.data import Digits
-from crate_kernels.experiments.mae.settings import Settings
+from crate_kernels.experiments.mae.settings import MAESettings
 from crate_kernels.models import CRATEMAE
 
 _HELD_OUT = 5  # every fifth training digit: to choose the strength
@@ -27,7 +27,9 @@ def _features(model: CRATEMAE, images: Tensor, trial: Trial) -> dict[str, np.nda
     }
 
 
-def accuracy(train: np.ndarray, labels: np.ndarray, test: np.ndarray, truth: np.ndarray, settings: Settings) -> float:
+def accuracy(
+    train: np.ndarray, labels: np.ndarray, test: np.ndarray, truth: np.ndarray, settings: MAESettings
+) -> float:
     """Return the test accuracy of logistic regression on standardised features.
 
     The strength of its regularisation is the best one on held-out training samples.
@@ -50,7 +52,9 @@ def accuracy(train: np.ndarray, labels: np.ndarray, test: np.ndarray, truth: np.
         return float(search.fit(train, labels).score(test, truth))
 
 
-def probe_all(start: CRATEMAE, model: CRATEMAE, digits: Digits, settings: Settings, trial: Trial) -> dict[str, float]:
+def probe_all(
+    start: CRATEMAE, model: CRATEMAE, digits: Digits, settings: MAESettings, trial: Trial
+) -> dict[str, float]:
     """Probe pixels, and the encoder's tokens before training and after it."""
     images, unseen = digits.crop(digits.train_images), digits.crop(digits.test_images)
     labels, truth = digits.train_labels.numpy(), digits.test_labels.numpy()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Settings:
+class MAESettings:
     """The model, its training without labels, and the probe.
 
     Attributes:
@@ -32,8 +32,8 @@ class Settings:
 
 
 PRESETS = {
-    "default": Settings(),
+    "default": MAESettings(),
     # CRATE-MAE-Base with the published rate, decay, 40 epochs of warm-up and 800 in all; ImageNet is not here.
-    "paper": Settings(dim=768, depth=12, heads=12, steps=32_000, rate=3e-5, warmup=1600, weight_decay=0.1),
-    "quick": Settings(dim=16, depth=1, heads=2, steps=4, batch_size=32, warmup=2, strengths=(1e3,), shown=(2, 7)),
+    "paper": MAESettings(dim=768, depth=12, heads=12, steps=32_000, rate=3e-5, warmup=1600, weight_decay=0.1),
+    "quick": MAESettings(dim=16, depth=1, heads=2, steps=4, batch_size=32, warmup=2, strengths=(1e3,), shown=(2, 7)),
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels.experiments.demo import data
-from crate_kernels.experiments.redunet.settings import Settings
+from crate_kernels.experiments.redunet.settings import ReduNetSettings
 from crate_kernels.models.redunet import Fourier1D, Lift1D, NearestSubspace, ReduNet1D, ReduNet1DConfig, mcr2, polar
 
 
@@ -42,7 +42,7 @@ class Turned:
     examples: tuple[Tensor, Tensor]
 
 
-def _first_of_each(images: Tensor, labels: Tensor, settings: Settings, count: int) -> tuple[Tensor, Tensor]:
+def _first_of_each(images: Tensor, labels: Tensor, settings: ReduNetSettings, count: int) -> tuple[Tensor, Tensor]:
     """Take the first images of each class, in the order of the classes, labelled 0, 1, ..."""
     chosen = [(labels == each).nonzero().flatten()[:count] for each in settings.digits]
     classes = torch.cat([torch.full((len(c),), i) for i, c in enumerate(chosen)])
@@ -50,7 +50,7 @@ def _first_of_each(images: Tensor, labels: Tensor, settings: Settings, count: in
 
 
 @torch.no_grad()
-def build(settings: Settings, device: torch.device, advance: Callable[[], None]) -> Turned:
+def build(settings: ReduNetSettings, device: torch.device, advance: Callable[[], None]) -> Turned:
     """Build the network from upright digits, and test it on turned ones."""
     digits = data.load()
     train, labels = _first_of_each(digits.train_images, digits.train_labels, settings, settings.images)

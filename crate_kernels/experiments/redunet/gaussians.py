@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels.experiments.common.draws import generator
-from crate_kernels.experiments.redunet.settings import Settings
+from crate_kernels.experiments.redunet.settings import ReduNetSettings
 from crate_kernels.models.redunet import ReduNetVector, ReduNetVectorConfig, Vector, mcr2
 from crate_kernels.models.redunet.layers import normalize
 
@@ -35,14 +35,14 @@ class Gaussians:
     test_accuracy: float
 
 
-def draw(settings: Settings, *purpose: int) -> tuple[Tensor, Tensor]:
+def draw(settings: ReduNetSettings, *purpose: int) -> tuple[Tensor, Tensor]:
     """Draw ``samples`` around each axis of R^3, on the unit sphere, in float64, and their labels."""
     labels = torch.arange(3).repeat_interleave(settings.samples)
     noise = torch.randn(len(labels), 3, generator=generator(*purpose), dtype=torch.float64)
     return normalize(torch.eye(3, dtype=torch.float64)[labels] + settings.noise * noise), labels
 
 
-def build(settings: Settings, seed: int, device: torch.device, advance: Callable[[], None]) -> Gaussians:
+def build(settings: ReduNetSettings, seed: int, device: torch.device, advance: Callable[[], None]) -> Gaussians:
     """Build the network layer by layer, and pass test samples through each layer."""
     (x, labels), (unseen, _) = draw(settings, seed, 0), draw(settings, seed, 1)
     y = labels.to(device)

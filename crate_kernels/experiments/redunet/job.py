@@ -14,13 +14,13 @@ from crate_kernels.experiments.common.trial import Trial
 from crate_kernels.experiments.redunet import digits, gaussians
 from crate_kernels.experiments.redunet.digits import Turned
 from crate_kernels.experiments.redunet.gaussians import Gaussians
-from crate_kernels.experiments.redunet.settings import Settings
+from crate_kernels.experiments.redunet.settings import ReduNetSettings
 
 _SHARES = ("upright", "turned", "features_upright", "features_turned", "pixels_upright", "pixels_turned", "invariance")
 _RATES = ((r"$\Delta R$", GREEN), ("$R$", BLUE), ("$R^c$", ORANGE))
 
 
-def run(trial: Trial, settings: Settings) -> int:
+def run(trial: Trial, settings: ReduNetSettings) -> int:
     """Build, measure and draw."""
     with trial.progress("three Gaussians in R^3", settings.layers) as advance:
         spheres = gaussians.build(settings, trial.seed, trial.device, advance)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Settings:
+class ReduNetSettings:
     """The two networks and their data.
 
     Attributes:
@@ -36,8 +36,10 @@ class Settings:
 
 
 PRESETS = {
-    "default": Settings(),
+    "default": ReduNetSettings(),
     # "Invariant Classification of Digits" of Buchanan, Pai, Wang and Ma 2025, which has these Gaussians too.
-    "paper": Settings(digits=tuple(range(10)), images=10, tests=10, kernels=20, turns=20),
-    "quick": Settings(samples=20, layers=10, digits=(0, 1), images=8, tests=4, timesteps=16, polar_layers=2, turns=2),
+    "paper": ReduNetSettings(digits=tuple(range(10)), images=10, tests=10, kernels=20, turns=20),
+    "quick": ReduNetSettings(
+        samples=20, layers=10, digits=(0, 1), images=8, tests=4, timesteps=16, polar_layers=2, turns=2
+    ),
 }

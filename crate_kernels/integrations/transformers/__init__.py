@@ -16,8 +16,8 @@ from crate_kernels.integrations.transformers.configs import (
     CRATEAlphaConfig,
     CRATEConfig,
     CRATELMConfig,
-    CRATEMAEConfig,
     CRATEMAEEncoderConfig,
+    CRATEMAEFolderConfig,
     ToSTConfig,
     ToSTLMConfig,
     config,
@@ -102,7 +102,9 @@ for _head, _base, _backbone in zip(CLASSIFIERS, MODELS, BACKBONES, strict=True):
     AutoModelForImageClassification.register(_config, _head)
     AutoModel.register(_config, _base)
     AutoBackbone.register(_config, _backbone)
-AutoConfig.register(CRATEMAEConfig.model_type, CRATEMAEConfig)  # a folder of the autoencoder, read as its encoder
+AutoConfig.register(
+    CRATEMAEFolderConfig.model_type, CRATEMAEFolderConfig
+)  # a folder of the autoencoder, read as its encoder
 
 
 def __dir__() -> list[str]:

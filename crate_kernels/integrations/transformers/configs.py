@@ -175,7 +175,7 @@ AoTVisionConfig = _derive(ImageModelConfig, aot.vision)
 CRATEMAEEncoderConfig = _derive(ImageModelConfig, crate_mae_encoder)
 
 
-class CRATEMAEConfig(PreTrainedConfig):
+class CRATEMAEFolderConfig(PreTrainedConfig):
     """Config in the folder of a whole CRATE-MAE, read as that of its encoder: only this is a model of transformers."""
 
     model_type = "CRATEMAE"

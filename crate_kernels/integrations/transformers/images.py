@@ -29,11 +29,11 @@ def _conversions() -> list[Any]:
     return [PrefixChange(prefix_to_add=_PREFIX)]
 
 
-class CRATELayer(GradientCheckpointingLayer, crate.Layer):
+class CRATELayer(GradientCheckpointingLayer, crate.ISTALayer):
     """A layer of CRATE."""
 
 
-class CRATEAlphaLayer(GradientCheckpointingLayer, crate_alpha.Layer):
+class CRATEAlphaLayer(GradientCheckpointingLayer, crate_alpha.OvercompleteLayer):
     """A layer of CRATE-alpha."""
 
 
@@ -41,7 +41,7 @@ class CRATEMAELayer(GradientCheckpointingLayer, crate_mae.EncoderBlock):
     """A layer of CRATE-MAE's encoder."""
 
 
-class ToSTLayer(GradientCheckpointingLayer, tost.Block):
+class ToSTLayer(GradientCheckpointingLayer, tost.TSSABlock):
     """A layer of ToST's patches."""
 
 

@@ -287,11 +287,11 @@ def _take(x: Tensor, order: Tensor) -> Tensor:
     return x.gather(1, order.to(x.device)[:, :, None].expand_as(x))
 
 
-class CRATEBlock(GradientCheckpointingLayer, crate_lm.Block):
+class CRATEBlock(GradientCheckpointingLayer, crate_lm.CausalMSSABlock):
     """A block of causal CRATE."""
 
 
-class ToSTBlock(GradientCheckpointingLayer, tost_lm.Block):
+class ToSTBlock(GradientCheckpointingLayer, tost_lm.CausalTSSABlock):
     """A block of ToST."""
 
 

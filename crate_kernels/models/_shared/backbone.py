@@ -30,7 +30,7 @@ def check_head(owner: str, config: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BackboneLayout:
     """Places of the parts of a model, and the names of its config's fields.
 
     Attributes:
@@ -70,7 +70,7 @@ class Classifier(ReferenceModel):
     """
 
     task = "ForImageClassification"
-    layout: ClassVar[Layout] = Layout()
+    layout: ClassVar[BackboneLayout] = BackboneLayout()
     cls_token: nn.Parameter
 
     @property

@@ -12,7 +12,7 @@ from torch import nn
 
 from crate_kernels._core import checks
 from crate_kernels.models._shared import fields, vision
-from crate_kernels.models._shared.backbone import Layout, check_head
+from crate_kernels.models._shared.backbone import BackboneLayout, check_head
 from crate_kernels.models._shared.base import path_rates
 from crate_kernels.models.aot.layers import Layer, check_step
 from crate_kernels.models.crate import Embedding
@@ -87,7 +87,7 @@ class AoTVision(Embedding):
     """
 
     config_class = AoTVisionConfig
-    layout = Layout(blocks="layers")
+    layout = BackboneLayout(blocks="layers")
 
     def __init__(self, config: AoTVisionConfig) -> None:
         super().__init__(config)

@@ -10,7 +10,7 @@ from torch import Tensor
 from crate_kernels._core import backends, checks, given, measured, operator
 from crate_kernels._core.shortcuts import may_repeat
 from crate_kernels.ops.ista import learned, op, reference
-from crate_kernels.ops.ista.call import Call, OvercompleteCall
+from crate_kernels.ops.ista.call import ISTACall, OvercompleteCall
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -71,12 +71,14 @@ def ista(
         raise ValueError(f"ista: weight must be (dim, dim), got {tuple(weight.shape)}")
     if learned.are(step_size, lambd, bias):
         checks.flag("ista", "nonnegative", nonnegative)
-        terms = learned.check("ista", x, ("dim", weight.shape[0]), learned.Terms(step_size, lambd, bias), backend)
+        terms = learned.check(
+            "ista", x, ("dim", weight.shape[0]), learned.LearnedTerms(step_size, lambd, bias), backend
+        )
         return learned.ista(x, weight, terms, nonnegative, _compute_dtype(x), backend)
     step_size = checks.number("ista", "step_size", step_size, minimum=0.0, below=_beyond(x))
     lambd = checks.number("ista", "lambd", lambd, minimum=0.0)
     checks.flag("ista", "nonnegative", nonnegative)
-    call = Call(step_size, lambd, nonnegative, _compute_dtype(x))
+    call = ISTACall(step_size, lambd, nonnegative, _compute_dtype(x))
     name = backends.resolve("ista", backend, x.device, x.dtype)
     if name == "reference":
         return reference.forward(*_promote(x, weight), call).to(x.dtype)
@@ -154,7 +156,7 @@ def ista_overcomplete(
         decoder = decoder.to(dictionary.dtype)
     checks.integer("ista_overcomplete", "steps", steps, minimum=1)
     if learned.are(step_size, lambd, bias):
-        width, terms = ("hidden", weight.shape[1]), learned.Terms(step_size, lambd, bias)
+        width, terms = ("hidden", weight.shape[1]), learned.LearnedTerms(step_size, lambd, bias)
         terms = learned.check("ista_overcomplete", x, width, terms, backend)
         return learned.ista_overcomplete(x, dictionary, decoder, terms, steps, _compute_dtype(x))
     step_size = checks.number("ista_overcomplete", "step_size", step_size, minimum=0.0, below=_beyond(x))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 
-class Call(NamedTuple):
+class ISTACall(NamedTuple):
     """The options of ``ista``."""
 
     step_size: float  # of the gradient descent

@@ -21,7 +21,7 @@ _MOST_BIAS = 2**-8  # of the largest number: added to a product, a larger thresh
 _TERM_BY_TERM = 3  # rows up to which MKL adds to addmm's input term by term, and rounds at its size each time
 
 
-class _Engine(steps.Engine):
+class _CompositeEngine(steps.Engine):
     def rows(self, t):
         return steps.flat(t)  # the library takes any strides
 
@@ -59,7 +59,7 @@ class _Engine(steps.Engine):
         return _add(upstream.masked, product, scale)
 
 
-class _OvercompleteEngine(_Engine):
+class _OvercompleteEngine(_CompositeEngine):
     def add_over_tokens(self, total, left, right, scale):
         return total.add_(steps.scaled(left.t(), right, scale))  # rounded by itself, unlike the sum of a step of ista
 
@@ -87,7 +87,7 @@ class _OnCpu:
         return products.fast_dtype(compute, rows)
 
 
-class _CpuEngine(_OnCpu, _Engine):
+class _CpuEngine(_OnCpu, _CompositeEngine):
     pass
 
 
@@ -95,7 +95,7 @@ class _CpuOvercompleteEngine(_OnCpu, _OvercompleteEngine):
     pass
 
 
-_STEP = {True: _CpuEngine(), False: _Engine()}
+_STEP = {True: _CpuEngine(), False: _CompositeEngine()}
 _OVERCOMPLETE = {True: _CpuOvercompleteEngine(), False: _OvercompleteEngine()}
 
 

@@ -48,7 +48,7 @@ class IstaUpdate(Record):
     )
 
 
-class Terms(NamedTuple):
+class UpdateTerms(NamedTuple):
     """What an update adds up: scale * product + base + gated where gate is not zero; absent: not added.
 
     A gate without ``gated`` clears the result where it is zero.
@@ -61,7 +61,7 @@ class Terms(NamedTuple):
     scale: float = 1.0
 
 
-def update(terms: Terms, threshold: float, nonnegative: bool, out: Tensor) -> None:
+def update(terms: UpdateTerms, threshold: float, nonnegative: bool, out: Tensor) -> None:
     """Write max(v - threshold, 0) of the terms' sum v to ``out``; two-sided: sign(v) max(|v| - threshold, 0)."""
     if terms.gate is None and terms.gated is not None:
         raise ValueError("ista: gate must be given where something is gated")

@@ -18,14 +18,14 @@ from crate_kernels._core import backends, checks
 _COMPOSED = (None, "composite", "reference")
 
 
-class Terms(NamedTuple):
+class LearnedTerms(NamedTuple):
     """What a step multiplies its product by and adds to it: numbers, or tensors () or (width,)."""
 
     step_size: float | Tensor
     lambd: float | Tensor
     bias: Tensor | None
 
-    def in_dtype(self, dtype: torch.dtype) -> Terms:
+    def in_dtype(self, dtype: torch.dtype) -> LearnedTerms:
         """Return the tensors in a dtype."""
         moved = {name: term.to(dtype) for name, term in self._asdict().items() if isinstance(term, Tensor)}
         return self._replace(**moved)
@@ -40,7 +40,7 @@ def are(step_size: object, lambd: object, bias: object) -> bool:
     return bias is not None or isinstance(step_size, Tensor) or isinstance(lambd, Tensor)
 
 
-def check(op: str, x: Tensor, width: tuple[str, int], terms: Terms, backend: str | None) -> Terms:
+def check(op: str, x: Tensor, width: tuple[str, int], terms: LearnedTerms, backend: str | None) -> LearnedTerms:
     """Require terms that fit ``width``, a name and a number, and a backend that composes them; return them."""
     name, size = width
     for argument, term in terms._asdict().items():
@@ -63,7 +63,7 @@ def check(op: str, x: Tensor, width: tuple[str, int], terms: Terms, backend: str
 
 
 def ista(
-    x: Tensor, weight: Tensor, terms: Terms, nonnegative: bool, compute: torch.dtype, backend: str | None
+    x: Tensor, weight: Tensor, terms: LearnedTerms, nonnegative: bool, compute: torch.dtype, backend: str | None
 ) -> Tensor:
     """Return one step, with products in ``compute``; the sum is in float32 or better and rounded once."""
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -90,7 +90,7 @@ def _update(x: Tensor, weight: Tensor, backend: str | None) -> Tensor:
 
 
 def ista_overcomplete(
-    x: Tensor, weight: Tensor, decoder: Tensor | None, terms: Terms, steps: int, compute: torch.dtype
+    x: Tensor, weight: Tensor, decoder: Tensor | None, terms: LearnedTerms, steps: int, compute: torch.dtype
 ) -> Tensor:
     """Return the decoded code after some steps from zero, with products in ``compute``."""
     wide = torch.promote_types(compute, torch.float32)

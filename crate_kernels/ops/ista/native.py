@@ -30,8 +30,8 @@ from crate_kernels._core import products
 from crate_kernels._cuda.launch import is_gpu
 from crate_kernels._native.extension import Library, library
 from crate_kernels.ops.ista import cuda, given, steps
-from crate_kernels.ops.ista.call import Call
-from crate_kernels.ops.ista.cuda import Terms
+from crate_kernels.ops.ista.call import ISTACall
+from crate_kernels.ops.ista.cuda import UpdateTerms
 
 # W^T W is multiplied by panels, which leaves out 5/12 of it: at most _PANELS, each at least _PANEL wide. Up to
 # _LEAST_DIM their calls cost more than they spare.
@@ -156,7 +156,7 @@ class _Cuda(steps.Engine):
         product = self.mm(left, right, out)
         if out is None:
             out = product if base is None else _like(product, base.dtype)
-        cuda.update(Terms(product, base, scale=call.step_size), call.threshold, call.nonnegative, out)
+        cuda.update(UpdateTerms(product, base, scale=call.step_size), call.threshold, call.nonnegative, out)
         return out
 
     def plus_transpose(self, square):
@@ -168,12 +168,12 @@ class _Cuda(steps.Engine):
         if base is None and gate is None:
             return steps.scaled(left, right, scale, out)
         product = torch.mm(left, right, out=out)
-        cuda.update(Terms(product, base, gate, scale=scale), 0.0, False, product)
+        cuda.update(UpdateTerms(product, base, gate, scale=scale), 0.0, False, product)
         return product
 
     def mask(self, dy, y, call, dtype):
         masked = torch.empty_like(dy, dtype=dtype)
-        cuda.update(Terms(gate=y, gated=dy), 0.0, False, masked)
+        cuda.update(UpdateTerms(gate=y, gated=dy), 0.0, False, masked)
         return masked
 
     def input_gradient(self, upstream, left, right, scale, base=None):
@@ -181,9 +181,9 @@ class _Cuda(steps.Engine):
         product = torch.mm(left, right)
         dx = _like(product, dy.dtype)
         if base is None and masked.dtype == dy.dtype:
-            terms = Terms(product, masked, scale=scale)
+            terms = UpdateTerms(product, masked, scale=scale)
         else:  # dy is added as it was given, not as it was rounded for the products
-            terms = Terms(product, base, y, dy, scale if base is None else -scale)
+            terms = UpdateTerms(product, base, y, dy, scale if base is None else -scale)
         cuda.update(terms, 0.0, False, dx)
         return dx
 
@@ -208,7 +208,7 @@ def engine(x: Tensor) -> steps.Engine:
     return _engine(x.device)
 
 
-def is_few(x: Tensor, weight: Tensor, call: Call) -> bool:
+def is_few(x: Tensor, weight: Tensor, call: ISTACall) -> bool:
     """Tell whether all products of a pass are made at once, in float32."""
     dim = weight.shape[0]
     if is_gpu(x.device) or not x.is_cpu:
@@ -221,7 +221,7 @@ def is_few(x: Tensor, weight: Tensor, call: Call) -> bool:
     return few and x.numel() * dim <= _FEW_CONVERTED
 
 
-def forward(x: Tensor, weight: Tensor, call: Call) -> Tensor:
+def forward(x: Tensor, weight: Tensor, call: ISTACall) -> Tensor:
     """Return y; the residual is added in x's dtype or better."""
     if not is_few(x, weight, call):
         return _forward(x, weight, call)
@@ -236,7 +236,7 @@ def forward(x: Tensor, weight: Tensor, call: Call) -> Tensor:
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, y: Tensor, need_dx: bool, need_dweight: bool, call: Call
+    dy: Tensor, x: Tensor, weight: Tensor, y: Tensor, need_dx: bool, need_dweight: bool, call: ISTACall
 ) -> tuple[Tensor, Tensor]:
     """Return dx and dweight; an empty tensor for the one not needed."""
     if not is_few(x, weight, call):

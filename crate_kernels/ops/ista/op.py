@@ -15,9 +15,9 @@ from torch import Tensor
 from crate_kernels._core import backends, operator, products
 from crate_kernels._core.shortcuts import Shortcuts
 from crate_kernels.ops.ista import steps
-from crate_kernels.ops.ista.call import Call, OvercompleteCall
+from crate_kernels.ops.ista.call import ISTACall, OvercompleteCall
 
-_OPTIONS = f"{operator.schema_of(Call)}, str backend"
+_OPTIONS = f"{operator.schema_of(ISTACall)}, str backend"
 _SMALL = 40 << 20  # multiplications of a product in bfloat16, up to which cpp's backward is faster than composite's
 _OVERCOMPLETE_OPTIONS = f"{operator.schema_of(OvercompleteCall)}, str backend"
 
@@ -70,7 +70,7 @@ def _product(x_shape: tuple[int, ...], width: int) -> int:
 def _takes_one(function: str, form: str, tensors: tuple[Tensor, ...], needs: tuple[bool, ...], options: tuple) -> bool:
     """Return whether the backend that runs ``function`` takes one product; one without an engine, where fewer FLOP."""
     *fields, backend = options
-    call, (x, weight) = Call(*fields), tensors[-2:]
+    call, (x, weight) = ISTACall(*fields), tensors[-2:]
     order = _backward_order if function == "backward" else None
     name, _ = next(backends.eligible_backends("ista", function, backend, x, *tensors, call, order=order))
     kernel = backends.kernel("ista", name, backends.type_of(x.device))
@@ -115,7 +115,7 @@ def _join_bwd(op: Any, size: int, mapped: tuple[bool, ...], args: tuple) -> tupl
         return None
     dy, x, y = (t if m else t.expand(size, *t.shape) for t, m in ((dy, mapped[0]), (x, mapped[1]), (y, mapped[3])))
     dx = op(dy, x, weight, y, True, False, *options, backend)[0] if need_dx else x.new_empty(size, 0)
-    dweight = steps.each_dweight(dy, x, weight, y, Call(*options)) if need_dweight else weight.new_empty(size, 0)
+    dweight = steps.each_dweight(dy, x, weight, y, ISTACall(*options)) if need_dweight else weight.new_empty(size, 0)
     return (dx, dweight), (0, 0)
 
 
@@ -131,7 +131,7 @@ def _join_overcomplete_fwd(op: Any, size: int, mapped: tuple[bool, ...], args: t
 
 ista_fwd = operator.define(
     f"ista_fwd(Tensor x, Tensor weight, {_OPTIONS}) -> Tensor",
-    operator.body("ista", "forward", Call, of=0),
+    operator.body("ista", "forward", ISTACall, of=0),
     lambda x, weight, *options: x.new_empty(x.shape),
     flops=_forward_flops,
     flops_of_tensors=True,
@@ -140,7 +140,7 @@ ista_fwd = operator.define(
 ista_bwd = operator.define(
     f"ista_bwd(Tensor dy, Tensor x, Tensor weight, Tensor y, bool need_dx, bool need_dweight, {_OPTIONS})"
     " -> (Tensor, Tensor)",
-    operator.body("ista", "backward", Call, of=1, order=_backward_order),
+    operator.body("ista", "backward", ISTACall, of=1, order=_backward_order),
     _fake_ista_bwd,
     flops=_backward_flops,
     flops_of_tensors=True,
@@ -178,7 +178,7 @@ class ISTAFunction(torch.autograd.Function):
     @staticmethod
     def save(ctx: Any, inputs: tuple, y: Tensor) -> None:
         x, weight, *options, backend = inputs
-        operator.save(ctx, ISTAFunction, (x, weight), y, Call(*options), backend)
+        operator.save(ctx, ISTAFunction, (x, weight), y, ISTACall(*options), backend)
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple, y: Tensor, held: tuple) -> None:
@@ -193,7 +193,7 @@ class ISTAFunction(torch.autograd.Function):
         return (*grads, *saved, *needs[:2])
 
     @staticmethod
-    def gradients(ctx: Any, saved: tuple[tuple, Call], dy: Tensor) -> tuple:
+    def gradients(ctx: Any, saved: tuple[tuple, ISTACall], dy: Tensor) -> tuple:
         (x, weight, y), call = saved
         need_dx, need_dweight, *_ = ctx.needs_input_grad
         arguments = ISTAFunction.arguments(ctx.needs_input_grad, (dy,), (x, weight, y))
@@ -264,7 +264,7 @@ overcomplete_shortcuts = Shortcuts(
 )
 
 
-def ista(x: Tensor, weight: Tensor, call: Call, backend: str) -> Tensor:
+def ista(x: Tensor, weight: Tensor, call: ISTACall, backend: str) -> Tensor:
     """Run the op, through autograd only when a gradient is wanted."""
     if operator.needs_grad(x, weight):
         return operator.apply(ISTAFunction, x, weight, *call, backend)

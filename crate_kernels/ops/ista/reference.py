@@ -26,10 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crate_kernels.ops.ista.call import Call, OvercompleteCall
+from crate_kernels.ops.ista.call import ISTACall, OvercompleteCall
 
 
-def forward(x: Tensor, weight: Tensor, call: Call) -> Tensor:
+def forward(x: Tensor, weight: Tensor, call: ISTACall) -> Tensor:
     """Return one proximal step, by the three published products."""
     reconstruction = F.linear(F.linear(x, weight), weight.t())
     update = x + call.step_size * (F.linear(x, weight.t()) - reconstruction)

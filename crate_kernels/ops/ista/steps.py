@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels.ops.ista import given
-from crate_kernels.ops.ista.call import Call, OvercompleteCall
+from crate_kernels.ops.ista.call import ISTACall, OvercompleteCall
 
 
 class Upstream(NamedTuple):
@@ -80,7 +80,12 @@ class Engine:
         return torch.mm(left, right, out=out)
 
     def step(
-        self, left: Tensor, right: Tensor, base: Tensor | None, call: Call | OvercompleteCall, out: Tensor | None = None
+        self,
+        left: Tensor,
+        right: Tensor,
+        base: Tensor | None,
+        call: ISTACall | OvercompleteCall,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Return shrink(base + step_size * left @ right), in base's dtype, by the threshold of the call."""
         raise NotImplementedError
@@ -97,7 +102,7 @@ class Engine:
         """Return base + scale * left @ right, zero where ``gate`` is zero, in right's dtype."""
         raise NotImplementedError
 
-    def mask(self, dy: Tensor, y: Tensor, call: Call, dtype: torch.dtype) -> Tensor:
+    def mask(self, dy: Tensor, y: Tensor, call: ISTACall, dtype: torch.dtype) -> Tensor:
         """Return dy where y is not zero: in dy's dtype, or rounded to ``dtype`` for the products."""
         raise NotImplementedError
 
@@ -140,7 +145,7 @@ def scaled(left: Tensor, right: Tensor, scale: float, out: Tensor | None = None)
     return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scale, out=out)
 
 
-def forward(engine: Engine, x: Tensor, weight: Tensor, call: Call) -> Tensor:
+def forward(engine: Engine, x: Tensor, weight: Tensor, call: ISTACall) -> Tensor:
     """Return y; the residual is added in x's dtype or better."""
     tokens = engine.rows(x)
     dtype = engine.product_dtype(call.compute, tokens.shape[0])
@@ -154,7 +159,7 @@ def forward(engine: Engine, x: Tensor, weight: Tensor, call: Call) -> Tensor:
 
 
 def backward(
-    engine: Engine, dy: Tensor, x: Tensor, weight: Tensor, y: Tensor, need_dx: bool, need_dweight: bool, call: Call
+    engine: Engine, dy: Tensor, x: Tensor, weight: Tensor, y: Tensor, need_dx: bool, need_dweight: bool, call: ISTACall
 ) -> tuple[Tensor, Tensor]:
     """Return dx and dweight; an empty tensor for the one not needed."""
     tokens = engine.rows(x)
@@ -182,7 +187,7 @@ def backward(
     return x.new_empty(0) if dx is None else dx.view(x.shape), weight.new_empty(0) if dweight is None else dweight
 
 
-def each_dweight(dy: Tensor, x: Tensor, weight: Tensor, y: Tensor, call: Call) -> Tensor:
+def each_dweight(dy: Tensor, x: Tensor, weight: Tensor, y: Tensor, call: ISTACall) -> Tensor:
     """Return dweight of each sample (samples, ..., dim), in the form of fewer multiplications: (samples, dim, dim)."""
     left, g = (t.flatten(1, -2) if t.dim() > 2 else t.unsqueeze(1) for t in (x, torch.where(y != 0, dy, 0)))
     left, g, eta = cast(left, call.compute), cast(g, call.compute), call.step_size
@@ -266,7 +271,7 @@ def backward_overcomplete(
     return cast(dx, x.dtype).view(x.shape), cast(dweight, weight.dtype), ddecoder
 
 
-def _early_and_late(engine: Engine, call: Call | OvercompleteCall) -> tuple[float, float]:
+def _early_and_late(engine: Engine, call: ISTACall | OvercompleteCall) -> tuple[float, float]:
     """Return the factors of a residual's gradient: of the product that it is, and of what it is added to."""
     return (1.0, call.step_size) if engine.scales_late else (call.step_size, 1.0)
 

@@ -11,7 +11,7 @@ from crate_kernels._core import backends, checks, given, measured, operator
 from crate_kernels._core.shortcuts import may_repeat
 from crate_kernels.ops.mssa import composite, op, order, reference
 from crate_kernels.ops.mssa.cache import SubspaceCache
-from crate_kernels.ops.mssa.call import Call, DecodeCall, default_scale
+from crate_kernels.ops.mssa.call import DecodeCall, MSSACall, default_scale
 from crate_kernels.ops.mssa.repeat import remember, repeat
 
 _PHI = ("softmax", "threshold", "relu", "identity")
@@ -180,7 +180,7 @@ def mssa(
         seed = operator.draw_seed(w.device)
     if scale is None and name != "reference" and torch.compiler.is_compiling():
         factor = None
-    call = Call(key_padding_mask, cu_seqlens, max_seqlen or 0, seed, causal, factor, dropout_p, threshold)  # pyright: ignore
+    call = MSSACall(key_padding_mask, cu_seqlens, max_seqlen or 0, seed, causal, factor, dropout_p, threshold)  # pyright: ignore
     plain = phi if phi in _PLAIN_PHI else None
     if name == "composite":
         out, lse = composite.mssa(w, call, plain, return_lse)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from crate_kernels._core.spec import Case, Decoding, Function, Provider, Sampling, Step, Stepper
+from crate_kernels._core.spec import Case, Decoding, Function, Provider, SampledCheck, Stepper, TimedStep
 from crate_kernels.ops.mssa.api import mssa
 from crate_kernels.ops.mssa.cache import SubspaceCache
 
@@ -107,7 +107,7 @@ PROVIDERS = (
 )
 
 
-def _subspace_step(step: Step, provider: str, past: Tensor, new: Tensor) -> Stepper:
+def _subspace_step(step: TimedStep, provider: str, past: Tensor, new: Tensor) -> Stepper:
     batch, nheads, cached, head_dim = step.shape
     scale = head_dim**-0.5
     room = past.new_zeros(batch, nheads, cached + 1, head_dim)
@@ -146,13 +146,13 @@ def _subspace_step(step: Step, provider: str, past: Tensor, new: Tensor) -> Step
 
 DECODING = Decoding(
     (
-        Step("mssa", (1, 12, 64, 64), ("cpu",)),
-        Step("mssa", (1, 12, 1024, 64), ("cpu", "cuda"), brief=True),
-        Step("mssa", (8, 12, 1024, 64), ("cpu",)),
-        Step("mssa", (1, 12, 8192, 64), ("cpu",)),
-        Step("mssa", (64, 12, 4096, 64), ("cuda",)),
-        Step("mssa", (16, 16, 16384, 128), ("cuda",)),
-        Step("mssa", (1, 16, 65536, 128), ("cuda",)),
+        TimedStep("mssa", (1, 12, 64, 64), ("cpu",)),
+        TimedStep("mssa", (1, 12, 1024, 64), ("cpu", "cuda"), brief=True),
+        TimedStep("mssa", (8, 12, 1024, 64), ("cpu",)),
+        TimedStep("mssa", (1, 12, 8192, 64), ("cpu",)),
+        TimedStep("mssa", (64, 12, 4096, 64), ("cuda",)),
+        TimedStep("mssa", (16, 16, 16384, 128), ("cuda",)),
+        TimedStep("mssa", (1, 16, 65536, 128), ("cuda",)),
     ),
     _subspace_step,
     ("eager", "sdpa", "flash-attn"),
@@ -179,4 +179,4 @@ def _attention_by_rows(w: Tensor, g: Tensor, case: Case) -> list[Tensor]:
 
 
 # Heads are independent of each other: the first and the last are compared.
-SAMPLING = Sampling(lambda tensor: torch.stack([tensor[0, 0], tensor[-1, -1]]), _attention_by_rows)
+SAMPLING = SampledCheck(lambda tensor: torch.stack([tensor[0, 0], tensor[-1, -1]]), _attention_by_rows)

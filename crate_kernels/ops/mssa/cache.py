@@ -11,7 +11,7 @@ from torch import Tensor
 from crate_kernels._core import checks
 
 
-class Repeatable(NamedTuple):
+class RepeatableMSSA(NamedTuple):
     """A step that succeeded, for repeat.py.
 
     Attributes:
@@ -84,7 +84,7 @@ class SubspaceCache:
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._bound = 0  # upper bound of the lengths
         self._uniform = True  # every sequence has exactly _bound tokens
-        self._last: Repeatable | None = None  # the step before
+        self._last: RepeatableMSSA | None = None  # the step before
 
     @property
     def max_seqlen(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from crate_kernels._core import operator
 
 
-class Call(NamedTuple):
+class MSSACall(NamedTuple):
     """Options of a forward and of its backward.
 
     Attributes:
@@ -67,17 +67,17 @@ class Call(NamedTuple):
             mask = past if mask is None else mask & past
         return mask
 
-    def filled(self, w: Tensor) -> Call:
+    def filled(self, w: Tensor) -> MSSACall:
         """Return the same call with the default scale of the tokens ``w``, where it has none."""
         return self if self.scale is not None else self._replace(scale=default_scale(w))
 
-    def batched(self, key_padding_mask: Tensor | None) -> Call:
+    def batched(self, key_padding_mask: Tensor | None) -> MSSACall:
         """Return the same call for sequences that were packed and are a batch now."""
         return self._replace(key_padding_mask=key_padding_mask, cu_seqlens=None, max_seqlen=0)
 
 
 # A number in a graph is a constant: the default scale stays open there, so that one graph serves every head_dim.
-OPTIONAL_SCALE = operator.schema_of(Call).replace("float scale", "float? scale")
+OPTIONAL_SCALE = operator.schema_of(MSSACall).replace("float scale", "float? scale")
 
 
 class DecodeCall(NamedTuple):

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from crate_kernels._core import imports, operator, packing
 from crate_kernels.ops.mssa import given
-from crate_kernels.ops.mssa.call import Call, DecodeCall
+from crate_kernels.ops.mssa.call import DecodeCall, MSSACall
 from crate_kernels.ops.mssa.logsumexp import logsumexp
 
 
@@ -75,14 +75,14 @@ def _attend(
 
 
 def _linear(w: Tensor, key_padding_mask: Tensor | None, scale: float) -> Tensor:
-    """Return scale * (w w^T) w as w (w^T w), which is linear in seqlen."""
+    """Return scale * (w w^T) w (w^T w), which is linear in seqlen."""
     # Sums over tokens overflow fp16 where neither scores nor outputs do.
     x = w.float() if w.dtype == torch.float16 else w
     keys = x if key_padding_mask is None else x * key_padding_mask[:, None, :, None]
     return (scale * (x @ (keys.transpose(-1, -2) @ x))).to(w.dtype)
 
 
-def _dense(w: Tensor, call: Call, plain: str | None) -> Tensor:
+def _dense(w: Tensor, call: MSSACall, plain: str | None) -> Tensor:
     """Attend within each batch element of (batch, nheads, seqlen, head_dim)."""
     dropout_p = call.dropout_p
     softmax = plain is None and call.threshold is None
@@ -113,7 +113,7 @@ def _dense(w: Tensor, call: Call, plain: str | None) -> Tensor:
     return operator.merged_layout(out)
 
 
-def mssa(w: Tensor, call: Call, plain: str | None, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+def mssa(w: Tensor, call: MSSACall, plain: str | None, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Return ``out`` and, if asked for, ``lse``; differentiable by PyTorch.
 
     ``plain`` is "relu" or "identity" where they take the place of the softmax.
@@ -121,7 +121,7 @@ def mssa(w: Tensor, call: Call, plain: str | None, return_lse: bool) -> tuple[Te
     if operator.needs_grad(w) and not operator.is_recorded():
         w = _FirstOrderOnly.apply(w)  # pyright: ignore[reportAssignmentType]
 
-    def dense(w: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
+    def dense(w: Tensor, call: MSSACall) -> tuple[Tensor, Tensor | None]:
         return _dense(w, call, plain), logsumexp(w, call) if return_lse else None
 
     if call.cu_seqlens is None:

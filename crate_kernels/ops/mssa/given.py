@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import given, operator
-from crate_kernels.ops.mssa.call import Call, DecodeCall
+from crate_kernels.ops.mssa.call import DecodeCall, MSSACall
 
 _BACKWARD = "mssa backward"
 
 
-def forward(w: Tensor, call: Call) -> None:
+def forward(w: Tensor, call: MSSACall) -> None:
     """Check the tensors of a forward."""
     given.options("mssa", w, call.key_padding_mask, call.cu_seqlens, call.seed)
 
 
-def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: Call) -> None:
+def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: MSSACall) -> None:
     """Check the tensors of a backward."""
     given.options(_BACKWARD, w, call.key_padding_mask, call.cu_seqlens, call.seed)
     shape, device = w.shape, w.device
@@ -30,7 +30,7 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
         given.tensor(_BACKWARD, "dlse", dlse, *numbers)
 
 
-def logsumexp_backward(dlse: Tensor, w: Tensor, lse: Tensor, call: Call) -> None:
+def logsumexp_backward(dlse: Tensor, w: Tensor, lse: Tensor, call: MSSACall) -> None:
     """Check the tensors of a backward of lse alone, in a batch."""
     given.options(_BACKWARD, w, call.key_padding_mask, None, call.seed)
     for name, numbers in (("dlse", dlse), ("lse", lse)):

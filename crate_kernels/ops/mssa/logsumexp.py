@@ -13,7 +13,7 @@ from torch import Tensor
 
 from crate_kernels._core import operator
 from crate_kernels.ops.mssa import given
-from crate_kernels.ops.mssa.call import OPTIONAL_SCALE, Call, empty_lse
+from crate_kernels.ops.mssa.call import OPTIONAL_SCALE, MSSACall, empty_lse
 
 # Scores alive at once: 64 MB in fp32, enough that a launch costs nothing beside them.
 _CHUNK_ELEMENTS = 1 << 24
@@ -26,7 +26,7 @@ def _chunks(w: Tensor) -> list[slice]:
     return [slice(start, min(start + size, seqlen)) for start in range(0, max(seqlen, 1), size)]
 
 
-def _scores(w: Tensor, rows: slice, call: Call) -> Tensor:
+def _scores(w: Tensor, rows: slice, call: MSSACall) -> Tensor:
     """Return the masked scores of some rows."""
     scores = call.scale * (w[:, :, rows] @ w.transpose(-1, -2))
     allowed = call.allowed(w.shape[2], w.device, rows)
@@ -34,7 +34,7 @@ def _scores(w: Tensor, rows: slice, call: Call) -> Tensor:
 
 
 def _forward(w: Tensor, *options: Any) -> Tensor:
-    call = Call(*options).filled(w)
+    call = MSSACall(*options).filled(w)
     given.forward(w, call)
     w = w.to(operator.stat_dtype(w.dtype))
     return torch.cat([_scores(w, rows, call).logsumexp(-1) for rows in _chunks(w)], dim=2)
@@ -42,7 +42,7 @@ def _forward(w: Tensor, *options: Any) -> Tensor:
 
 def _backward(dlse: Tensor, w: Tensor, lse: Tensor, *options: Any) -> Tensor:
     # dS = P * dlse; w is the query of a row and the key of a column.
-    call = Call(*options).filled(w)
+    call = MSSACall(*options).filled(w)
     given.logsumexp_backward(dlse, w, lse, call)
     x, lse = w.to(lse.dtype), lse.masked_fill(lse == -torch.inf, 0.0)
     dw = x.new_zeros(x.shape)
@@ -89,7 +89,7 @@ class LogSumExp(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         """Save w and lse."""
         w, *options = inputs
-        operator.save(ctx, LogSumExp, (w,), output, Call(*options), "composite")
+        operator.save(ctx, LogSumExp, (w,), output, MSSACall(*options), "composite")
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple, output: Tensor, held: tuple) -> None:
@@ -107,7 +107,7 @@ class LogSumExp(torch.autograd.Function):
 operator.differentiate(_lse_fwd, LogSumExp)
 
 
-def logsumexp(w: Tensor, call: Call) -> Tensor:
+def logsumexp(w: Tensor, call: MSSACall) -> Tensor:
     """Return lse (batch, nheads, seqlen), through autograd only when a gradient is wanted."""
     if operator.needs_grad(w) and not operator.is_recorded():
         return LogSumExp.apply(w, *call)  # pyright: ignore[reportReturnType]

@@ -15,7 +15,7 @@ from crate_kernels._cuda import launch
 from crate_kernels._cuda.launch import is_gpu
 from crate_kernels._native.extension import library
 from crate_kernels.ops.mssa import given
-from crate_kernels.ops.mssa.call import Call, DecodeCall, empty_lse, no_lse
+from crate_kernels.ops.mssa.call import DecodeCall, MSSACall, empty_lse, no_lse
 from crate_kernels.ops.mssa.cuda import heads, long_rows, plain, problem, steps, tensor_cores
 from crate_kernels.ops.mssa.splits import cdiv, choose_splits
 
@@ -25,7 +25,7 @@ _LEAST_STRETCH = 64  # cached tokens that are worth a block
 _RESIDENT = 4  # blocks per multiprocessor that keep enough reads under way
 
 
-def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def forward(w: Tensor, call: MSSACall) -> tuple[Tensor, Tensor]:
     """Return ``out`` and ``lse``; shapes as in the public function."""
     out, lse = operator.empty_out(w), empty_lse(w)
     if is_gpu(w.device):
@@ -39,7 +39,7 @@ def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _attend(fields: dict, w: Tensor, call: Call, left: Tensor | None = None) -> None:
+def _attend(fields: dict, w: Tensor, call: MSSACall, left: Tensor | None = None) -> None:
     """Launch a forward over the tokens themselves, or over a cache; ``left``: of what those before it leave."""
     check_head_dim(w)
     if tensor_cores.take(w):
@@ -54,7 +54,7 @@ def check_head_dim(w: Tensor) -> None:
         raise backends.Refused(f"takes head_dim from 1 to {_MOST_HEAD_DIM}, got {w.shape[-1]}")
 
 
-def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: Call) -> Tensor:
+def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: MSSACall) -> Tensor:
     """Return the gradient of ``w``; ``dout`` or ``dlse`` is None where that output got no gradient."""
     dw, lse = operator.empty_out(w), lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
@@ -91,7 +91,7 @@ def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[
     if stretches is not None:
         w = w.contiguous()
         w = w if _is_aligned(w) else w.clone()
-    attention = Call(key_padding_mask=call.key_padding_mask, scale=call.scale, causal=True)
+    attention = MSSACall(key_padding_mask=call.key_padding_mask, scale=call.scale, causal=True)
     cache = {"keys": problem.rows_of(data, False), "held": lengths, "capacity": data.shape[2]}
     fields = problem.of_forward(w, attention, out, lse, **cache)
     if stretches is not None:

@@ -15,10 +15,10 @@ from torch import Tensor
 from crate_kernels._core import backends, operator, vmapped
 from crate_kernels._core.shortcuts import Shortcuts
 from crate_kernels.ops.mssa import order
-from crate_kernels.ops.mssa.call import OPTIONAL_SCALE, Call, DecodeCall, default_scale, empty_decoded, empty_lse
+from crate_kernels.ops.mssa.call import OPTIONAL_SCALE, DecodeCall, MSSACall, default_scale, empty_decoded, empty_lse
 
 _OPTIONS = f"{OPTIONAL_SCALE}, str backend"
-_SCALE = Call._fields.index("scale") - len(Call._fields) - 1  # counted from the end, where the backend follows
+_SCALE = MSSACall._fields.index("scale") - len(MSSACall._fields) - 1  # counted from the end, where the backend follows
 
 
 def _fake_forward(w: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -36,7 +36,7 @@ def _fake_decode(w: Tensor, data: Tensor, lengths: Tensor, *options: Any) -> tup
 
 def _products(w_shape: tuple[int, ...], options: tuple) -> int:
     """FLOP of one (seqlen, seqlen, head_dim) product over the whole call; halved when causal."""
-    _, call, _ = operator.split(Call, options)
+    _, call, _ = operator.split(MSSACall, options)
     if len(w_shape) == 3:
         # Offsets are not shapes: count every packed sequence as the longest.
         total, nheads, head_dim = w_shape
@@ -49,7 +49,7 @@ def _products(w_shape: tuple[int, ...], options: tuple) -> int:
 
 def _body(function: str, of: int, order: backends.BackendOrder | None = None) -> Callable:
     """Return the body of an op, which fills in the default scale."""
-    run = operator.body("mssa", function, Call, of=of, order=order)
+    run = operator.body("mssa", function, MSSACall, of=of, order=order)
 
     def filled(*args: Any) -> Any:
         if args[_SCALE] is None:
@@ -77,14 +77,14 @@ mssa_fwd = operator.define(
     _body("forward", of=0),
     _fake_forward,
     flops=lambda w_shape, *options, out_shape=None, **_: 2 * _products(w_shape, options),
-    join=vmapped.batched(Call),
+    join=vmapped.batched(MSSACall),
 )
 mssa_bwd = operator.define(
     f"mssa_bwd(Tensor? dout, Tensor? dlse, Tensor w, Tensor out, Tensor lse, {_OPTIONS}) -> Tensor",
     _body("backward", of=2, order=order.backward),
     _fake_backward,
     flops=lambda dout, dlse, w_shape, out, lse, *options, out_shape=None, **_: 5 * _products(w_shape, options),
-    join=vmapped.batched(Call),
+    join=vmapped.batched(MSSACall),
 )
 mssa_decode = operator.define(
     f"mssa_decode(Tensor w, Tensor(a!) data, Tensor(b!) lengths, {operator.schema_of(DecodeCall)}, str backend) "
@@ -115,7 +115,7 @@ class MSSAFunction(torch.autograd.Function):
     @staticmethod
     def save(ctx: Any, inputs: tuple, outputs: tuple[Tensor, Tensor]) -> None:
         w, *options, backend = inputs
-        operator.save(ctx, MSSAFunction, (w,), outputs, Call._make(options), backend)
+        operator.save(ctx, MSSAFunction, (w,), outputs, MSSACall._make(options), backend)
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple, outputs: tuple[Tensor, Tensor], held: tuple) -> None:
@@ -131,7 +131,7 @@ class MSSAFunction(torch.autograd.Function):
         return (*grads, *saved)
 
     @staticmethod
-    def gradients(ctx: Any, saved: tuple[tuple, Call], *grads: Tensor | None) -> tuple:
+    def gradients(ctx: Any, saved: tuple[tuple, MSSACall], *grads: Tensor | None) -> tuple:
         tensors, call = saved
         nothing = (None,) * (len(call) + 1)
         if all(g is None for g in grads):
@@ -145,7 +145,7 @@ operator.differentiate(mssa_fwd, MSSAFunction)
 shortcuts = Shortcuts("mssa", mssa_fwd, mssa_bwd, MSSAFunction, inputs=1)
 
 
-def mssa(w: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
+def mssa(w: Tensor, call: MSSACall, backend: str) -> tuple[Tensor, Tensor]:
     """Run the op, through autograd only when a gradient is wanted."""
     if operator.needs_grad(w):
         return operator.apply(MSSAFunction, w, *call, backend)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from crate_kernels._core import backends, measured
 from crate_kernels._triton import launch
-from crate_kernels.ops.mssa.call import Call, DecodeCall
+from crate_kernels.ops.mssa.call import DecodeCall, MSSACall
 
 _HALF = (torch.bfloat16, torch.float16)
 # cpp is faster up to this many new tokens. composite/cpp time at 1024 cached tokens, one AVX-512 thread:
@@ -28,7 +28,7 @@ def backward(
     w: Tensor,
     out: Tensor,
     lse: Tensor,
-    call: Call,
+    call: MSSACall,
 ) -> tuple[str, ...]:
     """Order the backends of a backward. A threshold takes its forward's: both must select the same weights."""
     low, high = _WIDE_HEAD

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import packing, philox
-from crate_kernels.ops.mssa.call import Call, DecodeCall
+from crate_kernels.ops.mssa.call import DecodeCall, MSSACall
 
 
 def _allowed(w: Tensor, causal: bool, key_padding_mask: Tensor | None) -> Tensor | None:
@@ -57,7 +57,7 @@ def _softmax(scores: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor, Te
     return scores.softmax(-1).masked_fill(~has_key, 0.0), lse, has_key
 
 
-def forward(w: Tensor, call: Call, plain: str | None = None) -> tuple[Tensor, Tensor]:
+def forward(w: Tensor, call: MSSACall, plain: str | None = None) -> tuple[Tensor, Tensor]:
     """Return ``out`` and ``lse``; ``plain`` is "relu" or "identity" where they take the place of the softmax."""
     if call.cu_seqlens is None:
         return _dense(w, call, plain, 0)
@@ -70,7 +70,7 @@ def forward(w: Tensor, call: Call, plain: str | None = None) -> tuple[Tensor, Te
     return packing.join(outs, bounds, len(w), 0), packing.join(lses, bounds, len(w), 1)
 
 
-def _dense(w: Tensor, call: Call, plain: str | None, first: int) -> tuple[Tensor, Tensor]:
+def _dense(w: Tensor, call: MSSACall, plain: str | None, first: int) -> tuple[Tensor, Tensor]:
     """Attend within each batch element; ``first`` is the index of the first, for dropout."""
     batch, nheads, seqlen, _ = w.shape
     factor = None

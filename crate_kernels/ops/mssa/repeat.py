@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from crate_kernels._core import backends, operator
-from crate_kernels.ops.mssa.cache import Repeatable, SubspaceCache
+from crate_kernels.ops.mssa.cache import RepeatableMSSA, SubspaceCache
 from crate_kernels.ops.mssa.call import DecodeCall
 from crate_kernels.ops.mssa.op import choose_decode, decode
 
@@ -24,7 +24,7 @@ def remember(w: Tensor, cache: SubspaceCache, call: DecodeCall, backend: str, op
     if call.key_padding_mask is None and cache.lengths.is_contiguous() and _is_plain(w, cache):
         kernel = choose_decode(backend, w, cache.data, cache.lengths, call)
         kind, held = (w.shape, w.dtype, w.device), (cache.data, cache.lengths, _sizes(cache), cache.max_seqlen)
-        cache._last = Repeatable(options, kind, *held, call.scale, call.need_lse, backend, kernel)
+        cache._last = RepeatableMSSA(options, kind, *held, call.scale, call.need_lse, backend, kernel)
 
 
 def repeat(w: Tensor, cache: SubspaceCache, options: tuple[Any, ...]) -> Tensor | tuple[Tensor, Tensor] | None:

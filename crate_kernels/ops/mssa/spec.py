@@ -13,7 +13,7 @@ from crate_kernels._core import draw
 from crate_kernels._core.spec import Case, Inputs, Spec, Sweep, Timed, Work, timed_attention
 from crate_kernels.ops.mssa import baselines
 from crate_kernels.ops.mssa.api import mssa
-from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.call import MSSACall
 
 _case = partial(Case.of, "mssa", return_lse=True)
 _PLAIN = ("relu", "identity")
@@ -152,7 +152,7 @@ def _work(case: Case) -> Work:
 
 def _tiny(device: torch.device, tracked: bool, backend: str) -> dict[str, Callable[[], Any]]:
     w = torch.randn(1, 2, 4, 32, device=device, requires_grad=tracked)
-    options = Call(scale=32**-0.5)
+    options = MSSACall(scale=32**-0.5)
     return {"raw op": lambda: torch.ops.crate_kernels.mssa_fwd(w, *options, backend), "public": lambda: mssa(w)}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from crate_kernels._triton.tune import Prepared
 from crate_kernels.ops.mssa import reference
-from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.call import MSSACall
 
 _TOKENS = 1 << 19  # of each timed call, over batch and heads: waves enough that a short last one does not count
 
@@ -30,7 +30,7 @@ def dense(
 
     def make() -> Prepared:
         w = draw(max(_TOKENS // (12 * seqlen), 1), 12, seqlen, head_dim, device)
-        options = Call(causal=causal, scale=head_dim**-0.5)
+        options = MSSACall(causal=causal, scale=head_dim**-0.5)
         g = w.flip(2)
         out, lse = kernels.forward(w, options)
         name = "dw" if gradient else "out"

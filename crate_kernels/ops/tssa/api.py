@@ -11,7 +11,7 @@ from crate_kernels._core import backends, checks, measured, operator
 from crate_kernels._core.shortcuts import may_repeat
 from crate_kernels.ops.tssa import op, reference
 from crate_kernels.ops.tssa.cache import TokenStatsCache
-from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.repeat import remember, repeat
 
 _LAYOUT = "(batch, nheads, seqlen, head_dim)"
@@ -168,7 +168,7 @@ def tssa(
 
     if seed is None and dropout_p:
         seed = operator.draw_seed(w.device)
-    call = Call(key_padding_mask, cu_seqlens, max_seqlen or 0, seed, dropout_p)
+    call = TSSACall(key_padding_mask, cu_seqlens, max_seqlen or 0, seed, dropout_p)
     if name == "reference":
         with operator.without_autocast(w):
             if causal:

@@ -11,7 +11,7 @@ from crate_kernels._core import checks
 from crate_kernels.ops.tssa.call import State
 
 
-class Repeatable(NamedTuple):
+class RepeatableTSSA(NamedTuple):
     """A step that succeeded, for repeat.py.
 
     Attributes:
@@ -77,7 +77,7 @@ class TokenStatsCache:
         self.weighted = torch.zeros_like(self.energy)
         self.mass = torch.zeros(batch, nheads, dtype=dtype, device=device)
         self._bound = 0  # no sequence is longer
-        self._last: Repeatable | None = None  # the step before
+        self._last: RepeatableTSSA | None = None  # the step before
 
     def _tensors(self) -> State:
         return State(self.energy, self.weighted, self.mass, self.lengths)

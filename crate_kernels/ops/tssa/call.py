@@ -10,7 +10,7 @@ from torch import Tensor
 from crate_kernels._core import operator, philox
 
 
-class Call(NamedTuple):
+class TSSACall(NamedTuple):
     """Options of either form, forward and backward.
 
     Attributes:
@@ -32,7 +32,7 @@ class Call(NamedTuple):
         """Whether sequences are packed."""
         return self.cu_seqlens is not None
 
-    def batched(self, key_padding_mask: Tensor | None) -> Call:
+    def batched(self, key_padding_mask: Tensor | None) -> TSSACall:
         """Return the same call for sequences that were packed and are a padded batch now."""
         return self._replace(key_padding_mask=key_padding_mask, cu_seqlens=None, max_seqlen=0)
 

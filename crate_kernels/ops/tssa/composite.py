@@ -12,7 +12,7 @@ from torch import Tensor
 
 from crate_kernels._core import operator, packing
 from crate_kernels.ops.tssa import given
-from crate_kernels.ops.tssa.call import Call, State
+from crate_kernels.ops.tssa.call import State, TSSACall
 from crate_kernels.ops.tssa.products import causal_similarity, rows_dot
 
 _FULL_FLOOR, _CAUSAL_FLOOR, _MASS_FLOOR = 1e-24, 1e-12, 1e-8
@@ -30,14 +30,14 @@ def _softmax_backward(membership: Tensor, dmembers: Tensor) -> Tensor:
     return membership * dmembers
 
 
-def _layout(w: Tensor, call: Call) -> tuple[packing.Layout, Call]:
+def _layout(w: Tensor, call: TSSACall) -> tuple[packing.PackedLayout, TSSACall]:
     """Return where packed sequences are in a padded batch, and the call on that."""
     assert call.cu_seqlens is not None
     where = packing.layout(call.cu_seqlens, call.max_seqlen, w.shape[0])
     return where, call.batched(where.mask)
 
 
-def forward(w: Tensor, temp: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(w: Tensor, temp: Tensor, call: TSSACall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, membership, the column energies c and the second moments M."""
     given.forward(w, temp, call)
     if call.packed:
@@ -74,7 +74,7 @@ def backward(
     membership: Tensor,
     energy: Tensor,
     moment: Tensor,
-    call: Call,
+    call: TSSACall,
 ) -> tuple[Tensor, Tensor]:
     """Return dw and dtemp."""
     given.backward(dout, dmembership, w, temp, membership, energy, moment, call)
@@ -170,7 +170,7 @@ def _running_moment(squares: Tensor, membership: Tensor, mask: Tensor | None) ->
 
 
 def _run_causal(
-    w: Tensor, temp: Tensor, bias: Tensor | None, call: Call, state: State | None = None
+    w: Tensor, temp: Tensor, bias: Tensor | None, call: TSSACall, state: State | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return out and membership of a padded batch, whose sums start from ``state`` and are left there."""
     energy, weighted, mass, lengths = state or (None, None, None, None)
@@ -195,7 +195,7 @@ def _run_causal(
     return operator.merged_layout(out.to(w.dtype)), membership
 
 
-def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
+def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: TSSACall) -> tuple[Tensor, Tensor]:
     """Return out and membership of the causal form."""
     given.forward_causal(w, temp, denom_bias, call)
     if call.packed:
@@ -212,7 +212,7 @@ def backward_causal(
     temp: Tensor,
     denom_bias: Tensor | None,
     membership: Tensor,
-    call: Call,
+    call: TSSACall,
     real: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dw, dtemp and ddenom_bias (empty without a bias); the scans are repeated, not saved.
@@ -322,6 +322,6 @@ def decode(
         position = state.lengths[:, None] + torch.arange(w.shape[2], device=w.device)
         # Never past the end through the public function; on a GPU an index error would end the process.
         bias = denom_bias[:, position.clamp(min=0, max=denom_bias.shape[1] - 1).long()].transpose(0, 1)
-    out, membership = _run_causal(w, temp, bias, Call(key_padding_mask), state)
+    out, membership = _run_causal(w, temp, bias, TSSACall(key_padding_mask), state)
     state.advance(w, key_padding_mask)
     return out, membership

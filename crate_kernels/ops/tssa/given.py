@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import given, operator
-from crate_kernels.ops.tssa.call import Call, State
+from crate_kernels.ops.tssa.call import State, TSSACall
 
 _BACKWARD = "tssa backward"
 
@@ -17,7 +17,7 @@ def _parameter(name: str, label: str, value: Tensor, w: Tensor, shape: tuple[int
     given.tensor(name, label, value, dtype, shape, w.device)
 
 
-def _inputs(name: str, w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: Call, tokens: int = -1) -> None:
+def _inputs(name: str, w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: TSSACall, tokens: int = -1) -> None:
     """Check tokens, options and parameters; a bias covers ``tokens``, by default the sequence."""
     given.options(name, w, call.key_padding_mask, call.cu_seqlens, call.seed)
     _parameter(name, "temp", temp, w, (w.shape[1],))
@@ -29,13 +29,13 @@ def _inputs(name: str, w: Tensor, temp: Tensor, denom_bias: Tensor | None, call:
     _parameter(name, "denom_bias", denom_bias, w, (w.shape[1], max(held, tokens)))
 
 
-def _rows(w: Tensor, call: Call) -> tuple[torch.dtype, tuple[int, ...], torch.device]:
+def _rows(w: Tensor, call: TSSACall) -> tuple[torch.dtype, tuple[int, ...], torch.device]:
     """Return what numbers by head and token must be."""
     shape = (w.shape[1], w.shape[0]) if call.packed else w.shape[:3]
     return operator.stat_dtype(w.dtype), shape, w.device
 
 
-def _gradients(dout: Tensor, dmembership: Tensor | None, w: Tensor, membership: Tensor, call: Call) -> None:
+def _gradients(dout: Tensor, dmembership: Tensor | None, w: Tensor, membership: Tensor, call: TSSACall) -> None:
     rows = _rows(w, call)
     given.tensor(_BACKWARD, "dout", dout, w.dtype, w.shape, w.device)
     given.tensor(_BACKWARD, "membership", membership, *rows)
@@ -43,7 +43,7 @@ def _gradients(dout: Tensor, dmembership: Tensor | None, w: Tensor, membership: 
         given.tensor(_BACKWARD, "dmembership", dmembership, *rows)
 
 
-def forward(w: Tensor, temp: Tensor, call: Call) -> None:
+def forward(w: Tensor, temp: Tensor, call: TSSACall) -> None:
     """Check the tensors of a forward of the full form."""
     _inputs("tssa", w, temp, None, call)
 
@@ -56,7 +56,7 @@ def backward(
     membership: Tensor,
     energy: Tensor,
     moment: Tensor,
-    call: Call,
+    call: TSSACall,
 ) -> None:
     """Check the tensors of a backward of the full form."""
     _inputs(_BACKWARD, w, temp, None, call)
@@ -66,7 +66,7 @@ def backward(
     given.tensor(_BACKWARD, "moment", moment, operator.stat_dtype(w.dtype), channels, w.device)
 
 
-def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: Call) -> None:
+def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: TSSACall) -> None:
     """Check the tensors of a forward of the causal form."""
     _inputs("tssa", w, temp, denom_bias, call)
 
@@ -78,7 +78,7 @@ def backward_causal(
     temp: Tensor,
     denom_bias: Tensor | None,
     membership: Tensor,
-    call: Call,
+    call: TSSACall,
 ) -> None:
     """Check the tensors of a backward of the causal form."""
     _inputs(_BACKWARD, w, temp, denom_bias, call)
@@ -87,7 +87,7 @@ def backward_causal(
 
 def decode(w: Tensor, temp: Tensor, denom_bias: Tensor | None, state: State, key_padding_mask: Tensor | None) -> None:
     """Check the tensors of a step with a cache."""
-    _inputs("tssa", w, temp, denom_bias, Call(key_padding_mask), tokens=min(w.shape[2], 1))
+    _inputs("tssa", w, temp, denom_bias, TSSACall(key_padding_mask), tokens=min(w.shape[2], 1))
     batch, nheads, _, head_dim = w.shape
     dtype, device = state.energy.dtype, w.device
     if dtype != operator.stat_dtype(w.dtype):

@@ -15,7 +15,7 @@ from crate_kernels._core import operator
 from crate_kernels._cuda.launch import is_gpu
 from crate_kernels._native.extension import library
 from crate_kernels.ops.tssa import cuda
-from crate_kernels.ops.tssa.call import Call, Saved, State
+from crate_kernels.ops.tssa.call import Saved, State, TSSACall
 
 
 def _plain(x: Tensor | None, dtype: torch.dtype = torch.float32) -> Any:
@@ -27,7 +27,7 @@ def _plain(x: Tensor | None, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def _run_forward(
-    w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: Call, causal: bool, state: State | None = None
+    w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: TSSACall, causal: bool, state: State | None = None
 ) -> tuple[Tensor, ...]:
     """Return out, membership and, of the full form, energy and moment; ``state`` is advanced."""
     temp, denom_bias = _plain(temp, w.dtype), _plain(denom_bias, w.dtype)
@@ -41,7 +41,7 @@ def _run_forward(
 
 
 def _run_backward(
-    dout: Tensor, dmembership: Tensor | None, saved: Saved, call: Call, causal: bool
+    dout: Tensor, dmembership: Tensor | None, saved: Saved, call: TSSACall, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dw, dtemp and ddenom_bias (empty without a bias)."""
     w, temp, denom_bias, *results = saved
@@ -59,7 +59,7 @@ def _run_backward(
     return dw, dtemp, dbias.to(denom_bias.dtype)
 
 
-def forward(w: Tensor, temp: Tensor, call: Call) -> tuple[Tensor, ...]:
+def forward(w: Tensor, temp: Tensor, call: TSSACall) -> tuple[Tensor, ...]:
     """Return out, membership, the column energies c and the second moments M."""
     return _run_forward(w, temp, None, call, causal=False)
 
@@ -72,14 +72,14 @@ def backward(
     membership: Tensor,
     energy: Tensor,
     moment: Tensor,
-    call: Call,
+    call: TSSACall,
 ) -> tuple[Tensor, Tensor]:
     """Return dw and dtemp."""
     saved = Saved(w, temp, None, membership, energy, moment)
     return _run_backward(dout, dmembership, saved, call, causal=False)[:2]
 
 
-def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: Call) -> tuple[Tensor, ...]:
+def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: TSSACall) -> tuple[Tensor, ...]:
     """Return out and membership of the causal form."""
     return _run_forward(w, temp, denom_bias, call, causal=True)[:2]
 
@@ -91,7 +91,7 @@ def backward_causal(
     temp: Tensor,
     denom_bias: Tensor | None,
     membership: Tensor,
-    call: Call,
+    call: TSSACall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dw, dtemp and ddenom_bias (empty without a bias)."""
     return _run_backward(dout, dmembership, Saved(w, temp, denom_bias, membership), call, causal=True)
@@ -114,5 +114,5 @@ def decode(
         for held, new in zip(state[:3], wide[:3], strict=True):
             held.copy_(new)
         return result
-    out, membership = _run_forward(w, temp, denom_bias, Call(key_padding_mask), True, state)
+    out, membership = _run_forward(w, temp, denom_bias, TSSACall(key_padding_mask), True, state)
     return out, membership

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from crate_kernels._core import backends, operator, vmapped
 from crate_kernels._core.shortcuts import Shortcuts
-from crate_kernels.ops.tssa.call import Call, State
+from crate_kernels.ops.tssa.call import State, TSSACall
 
-_OPTIONS = f"{operator.schema_of(Call)}, str backend"
+_OPTIONS = f"{operator.schema_of(TSSACall)}, str backend"
 
 
 def _fake_fwd(w: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _, call, _ = operator.split(Call, rest)
+    _, call, _ = operator.split(TSSACall, rest)
     return operator.empty_out(w), call.empty_membership(w), call.empty_channels(w), call.empty_channels(w)
 
 
@@ -28,7 +28,7 @@ def _fake_bwd(dout: Tensor, dmembership: Any, w: Tensor, temp: Tensor, *_: Any) 
 
 
 def _fake_causal_fwd(w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    _, call, _ = operator.split(Call, rest)
+    _, call, _ = operator.split(TSSACall, rest)
     return operator.empty_out(w), call.empty_membership(w)
 
 
@@ -40,7 +40,7 @@ def _fake_causal_bwd(
 
 
 def _fake_decode(w: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return operator.empty_out(w), Call().empty_membership(w)
+    return operator.empty_out(w), TSSACall().empty_membership(w)
 
 
 def _run_decode(w: Tensor, temp: Tensor, denom_bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -55,26 +55,26 @@ def _run_decode(w: Tensor, temp: Tensor, denom_bias: Tensor | None, *rest: Any) 
 
 tssa_fwd = operator.define(
     f"tssa_fwd(Tensor w, Tensor temp, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
-    operator.body("tssa", "forward", Call, of=0),
+    operator.body("tssa", "forward", TSSACall, of=0),
     _fake_fwd,
-    join=vmapped.batched(Call, shared=(1,)),
+    join=vmapped.batched(TSSACall, shared=(1,)),
 )
 tssa_bwd = operator.define(
     "tssa_bwd(Tensor dout, Tensor? dmembership, Tensor w, Tensor temp, Tensor membership, Tensor energy, "
     f"Tensor moment, {_OPTIONS}) -> (Tensor, Tensor)",
-    operator.body("tssa", "backward", Call, of=2),
+    operator.body("tssa", "backward", TSSACall, of=2),
     _fake_bwd,
 )
 tssa_causal_fwd = operator.define(
     f"tssa_causal_fwd(Tensor w, Tensor temp, Tensor? denom_bias, {_OPTIONS}) -> (Tensor, Tensor)",
-    operator.body("tssa", "forward_causal", Call, of=0),
+    operator.body("tssa", "forward_causal", TSSACall, of=0),
     _fake_causal_fwd,
-    join=vmapped.batched(Call, shared=(1, 2)),
+    join=vmapped.batched(TSSACall, shared=(1, 2)),
 )
 tssa_causal_bwd = operator.define(
     "tssa_causal_bwd(Tensor dout, Tensor? dmembership, Tensor w, Tensor temp, Tensor? denom_bias, "
     f"Tensor membership, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-    operator.body("tssa", "backward_causal", Call, of=2),
+    operator.body("tssa", "backward_causal", TSSACall, of=2),
     _fake_causal_bwd,
 )
 tssa_decode = operator.define(
@@ -85,7 +85,7 @@ tssa_decode = operator.define(
 )
 
 
-def _gradients(ctx: Any, op: Any, inputs: int, saved: tuple[tuple, Call], grads: tuple) -> tuple:
+def _gradients(ctx: Any, op: Any, inputs: int, saved: tuple[tuple, TSSACall], grads: tuple) -> tuple:
     """Return the gradients of the first ``inputs`` inputs of a Function, and None for its options."""
     tensors, call = saved
     sources, (dout, dmembership, *_) = tensors[:inputs], grads
@@ -115,7 +115,7 @@ class TSSAFunction(torch.autograd.Function):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple, outputs: tuple[Tensor, ...]) -> None:
-        differentiable, call, backend = operator.split(Call, inputs)
+        differentiable, call, backend = operator.split(TSSACall, inputs)
         operator.save(ctx, TSSAFunction, differentiable, outputs, call, backend)
 
     @staticmethod
@@ -132,7 +132,7 @@ class TSSAFunction(torch.autograd.Function):
         return TSSAFunction.gradients(ctx, operator.saved("tssa", ctx), *grads)
 
     @staticmethod
-    def gradients(ctx: Any, saved: tuple[tuple, Call], *grads: Tensor | None) -> tuple:
+    def gradients(ctx: Any, saved: tuple[tuple, TSSACall], *grads: Tensor | None) -> tuple:
         return _gradients(ctx, tssa_bwd, 2, saved, grads)
 
 
@@ -155,7 +155,7 @@ class CausalTSSAFunction(torch.autograd.Function):
         return CausalTSSAFunction.gradients(ctx, operator.saved("tssa", ctx), *grads)
 
     @staticmethod
-    def gradients(ctx: Any, saved: tuple[tuple, Call], *grads: Tensor | None) -> tuple:
+    def gradients(ctx: Any, saved: tuple[tuple, TSSACall], *grads: Tensor | None) -> tuple:
         return _gradients(ctx, tssa_causal_bwd, 3, saved, grads)
 
 
@@ -167,7 +167,7 @@ shortcuts = Shortcuts("tssa", tssa_fwd, tssa_bwd, TSSAFunction, inputs=2)
 causal_shortcuts = Shortcuts("tssa", tssa_causal_fwd, tssa_causal_bwd, CausalTSSAFunction, inputs=3)
 
 
-def tssa(w: Tensor, temp: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
+def tssa(w: Tensor, temp: Tensor, call: TSSACall, backend: str) -> tuple[Tensor, Tensor]:
     """Run the full form, through autograd only when a gradient is wanted."""
     wanted = operator.needs_grad(w, temp)
     out, membership, _, _ = (
@@ -176,7 +176,9 @@ def tssa(w: Tensor, temp: Tensor, call: Call, backend: str) -> tuple[Tensor, Ten
     return out, membership
 
 
-def tssa_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: Call, backend: str) -> tuple[Tensor, Tensor]:
+def tssa_causal(
+    w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: TSSACall, backend: str
+) -> tuple[Tensor, Tensor]:
     """Run the causal form, through autograd only when a gradient is wanted."""
     if operator.needs_grad(w, temp, denom_bias):
         return operator.apply(CausalTSSAFunction, w, temp, denom_bias, *call, backend)

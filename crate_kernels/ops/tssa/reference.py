@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import packing
-from crate_kernels.ops.tssa.call import Call, State
+from crate_kernels.ops.tssa.call import State, TSSACall
 
 
 def _floor(value: float, dtype: torch.dtype) -> float:
@@ -82,7 +82,7 @@ def causal(
     return _clear(-w * membership.unsqueeze(-1) * attention, membership, has_key)
 
 
-def forward(w: Tensor, temp: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def forward(w: Tensor, temp: Tensor, call: TSSACall) -> tuple[Tensor, Tensor]:
     """Return ``out`` and membership of the full form, of a padded batch or of packed sequences."""
 
     def dense(w: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ def forward(w: Tensor, temp: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     return _each_sequence(dense, w, call)
 
 
-def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
+def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: TSSACall) -> tuple[Tensor, Tensor]:
     """Return ``out`` and membership of the causal form, of a padded batch or of packed sequences."""
 
     def dense(w: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: Cal
     return _each_sequence(dense, w, call)
 
 
-def _each_sequence(dense: Callable, w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _each_sequence(dense: Callable, w: Tensor, call: TSSACall) -> tuple[Tensor, Tensor]:
     """Return what ``dense(w, number of its first sequence)`` does of a padded batch, or sequence by sequence."""
     if call.cu_seqlens is None:
         return dense(w, 0)

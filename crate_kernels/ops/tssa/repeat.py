@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import operator
-from crate_kernels.ops.tssa.cache import Repeatable, TokenStatsCache
+from crate_kernels.ops.tssa.cache import RepeatableTSSA, TokenStatsCache
 from crate_kernels.ops.tssa.op import tssa_decode
 
 Given = tuple[Tensor, Tensor, Tensor | None]  # tokens, temperature, bias
@@ -22,7 +22,7 @@ def remember(given: Given, cache: TokenStatsCache, backend: str, options: tuple[
     """Keep a step without a mask that succeeded: the values of a mask are checked each time."""
     cache._last, state = None, cache._tensors()
     if not torch.compiler.is_compiling() and _is_plain(given, state):
-        cache._last = Repeatable(options, _kinds((*given, *state)), state, backend)
+        cache._last = RepeatableTSSA(options, _kinds((*given, *state)), state, backend)
 
 
 def repeat(

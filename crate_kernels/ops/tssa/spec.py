@@ -16,16 +16,16 @@ from crate_kernels._core.spec import (
     Decoding,
     Inputs,
     Spec,
-    Step,
     Stepper,
     Sweep,
     Timed,
+    TimedStep,
     Work,
     timed_attention,
 )
 from crate_kernels.ops.tssa.api import tssa
 from crate_kernels.ops.tssa.cache import TokenStatsCache
-from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.call import TSSACall
 
 _case = partial(Case.of, "tssa", return_membership=True)
 
@@ -109,12 +109,12 @@ def _work(case: Case) -> Work:
 def _tiny(device: torch.device, tracked: bool, backend: str) -> dict[str, Callable[[], Any]]:
     w, temp = torch.randn(1, 2, 4, 32, device=device, requires_grad=tracked), torch.ones(2, device=device)
     return {
-        "raw op": lambda: torch.ops.crate_kernels.tssa_fwd(w, temp, *Call(), backend),
+        "raw op": lambda: torch.ops.crate_kernels.tssa_fwd(w, temp, *TSSACall(), backend),
         "public": lambda: tssa(w, temp),
     }
 
 
-def _stats_step(step: Step, provider: str, past: Tensor, new: Tensor) -> Stepper:
+def _stats_step(step: TimedStep, provider: str, past: Tensor, new: Tensor) -> Stepper:
     batch, nheads, cached, head_dim = step.shape
     temp = torch.ones(nheads, 1, dtype=new.dtype, device=new.device)
     bias = torch.zeros(nheads, cached + 1, 1, dtype=new.dtype, device=new.device)
@@ -154,9 +154,9 @@ SPECS = (
         ),
         decoding=Decoding(
             (
-                Step("tssa", (1, 12, 1024, 64), ("cpu", "cuda"), brief=True),
-                Step("tssa", (8, 12, 1024, 64), ("cpu",)),
-                Step("tssa", (64, 12, 1024, 64), ("cuda",)),
+                TimedStep("tssa", (1, 12, 1024, 64), ("cpu", "cuda"), brief=True),
+                TimedStep("tssa", (8, 12, 1024, 64), ("cpu",)),
+                TimedStep("tssa", (64, 12, 1024, 64), ("cuda",)),
             ),
             _stats_step,
             ("eager",),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from crate_kernels._triton.tune import Prepared
 from crate_kernels.ops.tssa import reference
-from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.call import TSSACall
 
 _ELEMENTS = 1 << 25  # of w in each timed call: in 16 bits more than the L2 cache of any GPU known of
 
@@ -36,11 +36,11 @@ def whole(
 
         def forward() -> tuple[Tensor, ...]:
             launcher = kernels.forward_causal if causal else kernels.forward
-            return launcher(*inputs, Call())
+            return launcher(*inputs, TSSACall())
 
         def backward(dmembership: Tensor | None) -> tuple[Tensor, ...]:
             launcher = kernels.backward_causal if causal else kernels.backward
-            return launcher(dout, dmembership, *inputs, *saved, Call())
+            return launcher(dout, dmembership, *inputs, *saved, TSSACall())
 
         def results() -> dict[str, Tensor]:
             return named(backward(dmembership.float()) if gradient else forward()[:2])
@@ -48,9 +48,9 @@ def whole(
         def plain(dtype: torch.dtype) -> dict[str, Tensor]:
             w, temp, *bias = leaves = [t.to(dtype, copy=True).requires_grad_(gradient) for t in inputs]
             if causal:
-                outputs = reference.forward_causal(w, temp, bias[0], Call())
+                outputs = reference.forward_causal(w, temp, bias[0], TSSACall())
             else:
-                outputs = reference.forward(w, temp, Call())
+                outputs = reference.forward(w, temp, TSSACall())
             if not gradient:
                 return named(outputs)
             return named(torch.autograd.grad(outputs, leaves, (dout.to(dtype), dmembership.to(dtype))))

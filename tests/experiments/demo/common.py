@@ -2,10 +2,10 @@
 
 import torch
 
-from crate_kernels.experiments.demo.settings import Settings
+from crate_kernels.experiments.demo.settings import DemoSettings
 
 CPU = torch.device("cpu")
-TINY = Settings(epochs=2, batch_size=400, dim=16, depth=2, heads=2, dim_head=8, warmup=2)
+TINY = DemoSettings(epochs=2, batch_size=400, dim=16, depth=2, heads=2, dim_head=8, warmup=2)
 
 
 def weights(training):

@@ -13,7 +13,7 @@ from crate_kernels._core import backends
 from crate_kernels.cli import main
 from crate_kernels.experiments.common import command
 from crate_kernels.experiments.demo import compare, data, whitebox
-from crate_kernels.experiments.demo.settings import PRESETS, Settings
+from crate_kernels.experiments.demo.settings import PRESETS, DemoSettings
 from crate_kernels.experiments.demo.training import Training
 from tests.experiments.demo.common import CPU
 
@@ -22,7 +22,7 @@ from tests.experiments.demo.common import CPU
 def demo(small, tmp_path, monkeypatch, capsys):
     """Run the command on the small digits; return its status, what it printed and its folder."""
     monkeypatch.setattr(data, "load", lambda: small)
-    monkeypatch.setitem(PRESETS, "quick", Settings(epochs=1, dim=16, depth=2, heads=2, dim_head=8))
+    monkeypatch.setitem(PRESETS, "quick", DemoSettings(epochs=1, dim=16, depth=2, heads=2, dim_head=8))
     monkeypatch.setattr(compare, "QUICK_STEPS", 4)
 
     def run(*options):
@@ -54,7 +54,7 @@ def test_the_demo_from_digits_to_report(demo, small):
     assert len(metrics["layers"]["after"]["coding_rate"]) == metrics["config"]["depth"]
     assert f"{metrics['test_accuracy']:.4f}" in page
 
-    start = Training(Settings(**metrics["settings"]), small, None, CPU)
+    start = Training(DemoSettings(**metrics["settings"]), small, None, CPU)
     assert (
         metrics["layers"]["before"]["coding_rate"] == whitebox.measure(start.model, small, CPU).summary()["coding_rate"]
     )

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from crate_kernels.experiments.demo import data
-from crate_kernels.experiments.demo.settings import Settings
+from crate_kernels.experiments.demo.settings import DemoSettings
 from crate_kernels.experiments.demo.training import batch, steps_per_epoch
 from tests.experiments.demo.common import TINY, assert_equal
 
@@ -108,6 +108,6 @@ def test_images_are_turned_stretched_and_shifted_up_to_the_limits(small, monkeyp
 
 
 def test_what_a_moved_image_uncovers_is_black(mnist):
-    images, _ = batch(replace(Settings(), shift=0.3), mnist, 0)
+    images, _ = batch(replace(DemoSettings(), shift=0.3), mnist, 0)
     corners = images[:, 0, [0, 0, -1, -1], [0, -1, 0, -1]]
     assert corners.median().item() == pytest.approx(mnist.black)

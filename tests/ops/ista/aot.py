@@ -2,7 +2,7 @@
 
 import torch
 
-from crate_kernels.ops.ista.call import Call, OvercompleteCall
+from crate_kernels.ops.ista.call import ISTACall, OvercompleteCall
 from crate_kernels.ops.ista.triton import launch as kernels
 
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -11,7 +11,7 @@ HALF, SINGLE = torch.bfloat16, torch.float32
 def step(tokens, dim, dtype=HALF, compute=None, nonnegative=True):
     """Return a call of ista, forward and backward; float32 tokens with a half ``compute`` are autocast's."""
     x, weight = torch.empty(tokens, dim, dtype=dtype, device="meta"), torch.empty(dim, dim, dtype=dtype, device="meta")
-    options = Call(0.1, 0.1, nonnegative, compute or dtype)
+    options = ISTACall(0.1, 0.1, nonnegative, compute or dtype)
 
     def call():
         y = kernels.forward(x, weight, options)

@@ -50,7 +50,7 @@ UPDATES = {
 
 def update(operands, out, scale=1.0, threshold=0.0, nonnegative=False):
     product, base, gated, gate = map(operands.get, OPERANDS)
-    cuda.update(cuda.Terms(product, base, gate, gated, scale), threshold, nonnegative, out)
+    cuda.update(cuda.UpdateTerms(product, base, gate, gated, scale), threshold, nonnegative, out)
 
 
 def expected(operands, scale=1.0, threshold=0.0, nonnegative=False):

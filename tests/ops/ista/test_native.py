@@ -10,7 +10,7 @@ from crate_kernels import ista, ista_overcomplete, testing
 from crate_kernels._core import products
 from crate_kernels._native import extension
 from crate_kernels.ops.ista import op, reference
-from crate_kernels.ops.ista.call import Call
+from crate_kernels.ops.ista.call import ISTACall
 from tests.ops.common import LEVELS, expected, measured, randn
 
 if extension.PATH is not None:
@@ -123,7 +123,7 @@ def test_a_few_tokens_in_bfloat16_are_rounded_once(tokens, dim, few_alone):
 @pytest.mark.parametrize(("tokens", "dim"), [(1, 16), (8, 512), (64, 128)])
 def test_gradients_of_a_few_tokens_in_bfloat16_are_rounded_once(tokens, dim, backend, few_alone):
     x, weight = randn(tokens, dim, dtype=torch.bfloat16), randn(dim, dim, dtype=torch.bfloat16, seed=1) * dim**-0.5
-    call, dy = Call(0.1, 0.1, True, torch.bfloat16), randn(tokens, dim, dtype=torch.bfloat16, seed=2)
+    call, dy = ISTACall(0.1, 0.1, True, torch.bfloat16), randn(tokens, dim, dtype=torch.bfloat16, seed=2)
     y = reference.forward(x, weight, call)
     found = op.ista_bwd(dy, x, weight, y, True, True, *call, backend or "auto")
     wide = (t.float() for t in (dy, x, weight, y))
@@ -143,7 +143,7 @@ def test_gradients_of_a_few_tokens_in_bfloat16_are_rounded_once(tokens, dim, bac
 def test_a_backward_in_bfloat16_is_that_of_its_size(tokens, dim, dtype, first, monkeypatch):
     monkeypatch.setattr(products, "fast_dtype", lambda dtype, rows: dtype)
     x, weight = torch.empty(tokens, dim, dtype=dtype), torch.empty(dim, dim, dtype=dtype)
-    order = op._backward_order(("cpp", "composite"), x, x, weight, x, True, True, Call(0.1, 0.1, True, dtype))
+    order = op._backward_order(("cpp", "composite"), x, x, weight, x, True, True, ISTACall(0.1, 0.1, True, dtype))
     assert order[0] == first
     assert op._backward_order(("composite",), x, x, weight, x, True, True, None) == ("composite",)
 

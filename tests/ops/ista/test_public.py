@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from crate_kernels import ista, ista_overcomplete, testing
 from crate_kernels._core import backends as _backend
 from crate_kernels._core import products
-from crate_kernels.ops.ista.call import Call
+from crate_kernels.ops.ista.call import ISTACall
 from tests.ops.common import DTYPES, EXACT, backends, outputs_and_gradients, over_budget, randn
 from tests.ops.ista.naive import ista_loop, ista_overcomplete_loop
 
@@ -314,7 +314,7 @@ def test_flops_are_those_of_the_products_that_run(tokens, asked):
     x, weight = randn(tokens, 12).requires_grad_("x" in asked), dictionary(12, 12).requires_grad_("w" in asked)
     counted, y = flops(lambda: ista(x, weight, backend="composite"))
     counted_back, _ = flops(lambda: y.sum().backward())
-    kernel, call = _backend.kernel("ista", "composite"), Call(0.1, 0.1, True, x.dtype)
+    kernel, call = _backend.kernel("ista", "composite"), ISTACall(0.1, 0.1, True, x.dtype)
     plain = x.detach(), weight.detach()
     with Products() as forward:
         kernel.forward(*plain, call)

@@ -4,7 +4,7 @@ import torch
 
 from crate_kernels.ops.mssa import rectangular
 from crate_kernels.ops.mssa import triton as kernels
-from crate_kernels.ops.mssa.call import Call, DecodeCall
+from crate_kernels.ops.mssa.call import DecodeCall, MSSACall
 from crate_kernels.ops.mssa.rectangular import triton as blocks
 
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -21,7 +21,7 @@ def _call(batch, seqlen, options):
     mask = torch.empty(batch, seqlen, dtype=torch.bool, device="meta") if options.get("padded") else None
     offsets = torch.empty(9, dtype=torch.int32, device="meta") if options.get("packed") else None
     seed = torch.empty((), dtype=torch.int64, device="meta") if dropout_p else None
-    return Call(mask, offsets, seqlen, seed, causal, options.get("scale", head_dim**-0.5), dropout_p, threshold)
+    return MSSACall(mask, offsets, seqlen, seed, causal, options.get("scale", head_dim**-0.5), dropout_p, threshold)
 
 
 def forward(seqlen, head_dim, dtype=HALF, batch=64, nheads=12, **options):
@@ -55,12 +55,12 @@ def _range(start, count, head_dim, dtype, padded):
     """Return a range of the tokens of 4 sequences, with the tensors of a backward."""
     w, numbers = _empty(4, 12, count, head_dim, dtype), torch.empty(4, 12, count, device="meta")
     mask = torch.empty(4, count, dtype=torch.bool, device="meta") if padded else None
-    return rectangular.Tokens(start, w, mask, w, numbers, numbers, numbers)
+    return rectangular.RangeTokens(start, w, mask, w, numbers, numbers, numbers)
 
 
 def between(backward, seqlen, head_dim, dtype=HALF, causal=False, padded=False, dropout_p=0.0):
     """Return a call of the attention of one range to another that begins in its middle, or of its backward."""
     rows, columns = (_range(start, seqlen, head_dim, dtype, padded) for start in (seqlen // 2, 0))
     seed = torch.empty((), dtype=torch.int64, device="meta") if dropout_p else None
-    call = rectangular.Call(causal=causal, scale=head_dim**-0.5, seed=seed, dropout_p=dropout_p)
+    call = rectangular.RectangularCall(causal=causal, scale=head_dim**-0.5, seed=seed, dropout_p=dropout_p)
     return lambda: (blocks.backward if backward else blocks.forward)(rows, columns, call)

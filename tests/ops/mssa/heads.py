@@ -5,7 +5,7 @@ import copy
 import torch
 
 from crate_kernels import mssa, testing
-from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.cuda import heads, long_rows
 from tests.ops.common import randn
 
@@ -117,7 +117,7 @@ class Heads:
         """Run the kernel on the reference's rounded out; return dw and the heads that it leaves."""
         out, lse, _ = self.expected(torch.float64)
         dlse = None if self.dlse is None else self.dlse.float()
-        call = Call(scale=self.head_dim**-0.5, **self.options)
+        call = MSSACall(scale=self.head_dim**-0.5, **self.options)
         out, dw = out.to(self.w.dtype), torch.zeros_like(self.w)
         assert self.kernels.serves_backward(self.w, self.dout, out, call)
         left = self.kernels.backward(self.dout, dlse, self.w, out, lse.float(), call, dw)
@@ -126,7 +126,7 @@ class Heads:
     def run_forward(self):
         """Run the kernel of the forward; return out, lse and the heads that it leaves."""
         out, lse = torch.zeros_like(self.w), torch.zeros_like(self.expected(torch.float64)[1], dtype=torch.float32)
-        call = Call(scale=self.head_dim**-0.5, **self.options)
+        call = MSSACall(scale=self.head_dim**-0.5, **self.options)
         assert self.kernels.serves_forward(self.w, out, call)
         return out, lse, self.kernels.forward(self.w, call, out, lse).tolist()
 

@@ -83,11 +83,11 @@ def together(case, w, dout, dlse, mask, backend):
     torch.manual_seed(0)
     seed = operator.draw_seed(w.device) if "dropout_p" in case.options else None
     options = {"scale": case.head_dim**-0.5, **case.options, "seed": seed}
-    call = rectangular.Call(**options, first_head=HERE.start, nheads=NHEADS)
+    call = rectangular.RectangularCall(**options, first_head=HERE.start, nheads=NHEADS)
     w, dout, dlse = w[:, HERE], dout[:, HERE], dlse[:, HERE]
 
     def ranges(*numbers):
-        tokens = rectangular.Tokens(0, w, mask, *numbers)
+        tokens = rectangular.RangeTokens(0, w, mask, *numbers)
         return [tokens.part(slice(*cut)) for cut in case.cuts]
 
     out, lse = torch.zeros_like(w, dtype=torch.float32), torch.full_like(dlse, -torch.inf)

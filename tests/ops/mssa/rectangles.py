@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from crate_kernels.ops.mssa.rectangular import Call, Tokens, forward
+from crate_kernels.ops.mssa.rectangular import RangeTokens, RectangularCall, forward
 from tests.ops.common import randn
 
 HEADS = {"first_head": 3, "nheads": 7}  # two of seven heads are here
@@ -101,15 +101,15 @@ def drawn(case, dtype, device="cpu"):
         w, dout = (t.repeat_interleave(2, -1)[..., ::2].transpose(0, 1).contiguous().transpose(0, 1) for t in (w, dout))
     seed = torch.tensor(77, device=device) if case.dropout_p else None
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    call = Call(causal=case.causal, scale=scale, seed=seed, dropout_p=case.dropout_p, **HEADS)
+    call = RectangularCall(causal=case.causal, scale=scale, seed=seed, dropout_p=case.dropout_p, **HEADS)
     mask = mask_of(case.padded, case.seqlen)
     if case.padded in ("rows", "columns"):  # the others are all kept, and have no mask
         mask[:, slice(*(case.columns if case.padded == "rows" else case.rows))] = True
     mask = None if mask is None else mask.to(device)
-    whole = Tokens(0, w.double(), mask)
+    whole = RangeTokens(0, w.double(), mask)
     out, lse = forward(whole, whole, call, "composite")
     dlse = randn(*shape[:3], seed=2).to(device, torch.float32)
-    every = Tokens(0, w, mask, dout, lse.float(), (dout.double() * out).sum(-1).float(), dlse)
+    every = RangeTokens(0, w, mask, dout, lse.float(), (dout.double() * out).sum(-1).float(), dlse)
     rows, columns = every.part(slice(*case.rows)), every.part(slice(*case.columns))
     if case.padded == "rows":
         columns = columns._replace(key_padding_mask=None)

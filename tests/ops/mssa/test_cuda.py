@@ -8,7 +8,7 @@ import torch
 
 from crate_kernels import mssa, testing
 from crate_kernels._core import backends, operator
-from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.cuda import problem, tensor_cores
 from tests.ops import test_not_numbers
 from tests.ops.common import keep_mask, offsets, over_budget, randn
@@ -164,7 +164,7 @@ def test_the_shift_with_dropout_sums_the_keys_that_a_row_sees(options, dtype, li
     mask = options.get("key_padding_mask")
     kept = keep_mask(5, p, 2, n, n) / (1 - p)
     seed = operator.draw_seed(torch.device("cpu"))
-    call = Call(None if mask is None else mask[None], None, 0, seed, "causal" in options, scale, p, None)
+    call = MSSACall(None if mask is None else mask[None], None, 0, seed, "causal" in options, scale, p, None)
     fields = problem.of_backward(g, dlse, w, torch.zeros_like(w), lse, call, torch.empty_like(w), delta)
     tensor_cores.backward(fields, w, call)
     seen = torch.ones(n, n, dtype=torch.bool).tril(0 if call.causal else n)
@@ -228,7 +228,7 @@ def test_dropout_mask_is_philox(backend):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_offsets_out_of_range_are_clamped_and_leave_no_row_unwritten(causal, dtype, backend):
     kernels, w = backends.kernel("mssa", backend), randn(50, 2, 32, dtype=dtype)
-    call = partial(Call, None, max_seqlen=24, seed=None, causal=causal, scale=0.2, dropout_p=0.0, threshold=None)
+    call = partial(MSSACall, None, max_seqlen=24, seed=None, causal=causal, scale=0.2, dropout_p=0.0, threshold=None)
     wrong = torch.tensor(
         [3, 10, 40, 47, 99], dtype=torch.int32
     )  # the second is longer than 24, the first rows no one's

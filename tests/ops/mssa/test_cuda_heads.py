@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.cuda import heads
 from tests.cuda import compilers, resources
 from tests.ops.mssa.heads import CASES, FORWARD_CASES, Heads
@@ -211,7 +211,7 @@ def test_other_calls_are_left_to_other_kernels(change, device):
         w = w[..., :60]
     if change == "strided":
         w = w.transpose(2, 3).contiguous().transpose(2, 3)
-    call = Call(**given.get(change, {}))
+    call = MSSACall(**given.get(change, {}))
     assert not heads.serves_backward(w, None if change == "no-dout" else w, w, call)
     assert heads.serves_forward(w, w, call) == (change == "no-dout")
 

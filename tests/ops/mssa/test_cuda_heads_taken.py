@@ -9,7 +9,7 @@ import torch
 
 from crate_kernels import mssa
 from crate_kernels._triton import table, tune
-from crate_kernels._triton.table import Row
+from crate_kernels._triton.table import LaunchRow
 from crate_kernels.cli.tune import judge
 from crate_kernels.ops.mssa import timed
 from crate_kernels.ops.mssa.cuda import heads, long_rows
@@ -89,7 +89,7 @@ def test_where_they_are_chosen_they_are_launched_and_repeated(case, taken, backe
 @pytest.fixture
 def tuned(monkeypatch):
     """Let tuning have found that whole heads are faster, forward, in full attention over 129 to 256 tokens."""
-    rows = (Row({"WHOLE": 0}, 64, 128, False, True), Row(WHOLE, 64, 256, False, True))
+    rows = (LaunchRow({"WHOLE": 0}, 64, 128, False, True), LaunchRow(WHOLE, 64, 256, False, True))
     monkeypatch.setattr(table, "user_rows", lambda gpu: {heads.FORWARD.name: rows})
     table._find.cache_clear()
     yield
@@ -194,7 +194,7 @@ def test_tuning_times_them(causal, gradient, hopper, monkeypatch):
         kernels.append(("head_backward_kernel" if gradient else "head_forward_kernel") in hopper())
         return 1.0 / len(kernels)
 
-    workload = tune.Workload(table_of, Row({}, 64, 64, causal, half=True), make)
+    workload = tune.Workload(table_of, LaunchRow({}, 64, 64, causal, half=True), make)
     found = tune.search(workload, table_of.shipped(torch.device("cpu"), 64, 64, causal, torch.float16), clock, judge)
     assert (found.config, kernels) == (WHOLE, [False, True])
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.cuda import long_rows
 from tests.cuda import compilers, resources
 from tests.ops.mssa.heads import CAUSAL, LONG_CASES, LongRows
@@ -130,7 +130,7 @@ def test_other_calls_are_left_to_other_kernels(change, device):
         w = w[..., :60]
     if change == "strided":
         w = w.transpose(2, 3).contiguous().transpose(2, 3)
-    assert not long_rows.serves_forward(w, w, Call(**given.get(change, {})))
+    assert not long_rows.serves_forward(w, w, MSSACall(**given.get(change, {})))
 
 
 @pytest.mark.exhaustive

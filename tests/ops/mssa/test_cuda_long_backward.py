@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.cuda import long_rows
 from tests.ops.mssa.heads import CAUSAL, LONG_CASES, LongRows
 from tests.ops.mssa.heads_broken import BROKEN_LONG_BACKWARD
@@ -99,7 +99,7 @@ def test_other_calls_are_left_to_other_kernels(change, device):
     device(**HOPPER)
     w = torch.zeros(1, 2, 256 if change == "short" else 300, 64, dtype=torch.bfloat16)
     dout = w.transpose(2, 3).contiguous().transpose(2, 3) if change == "strided-dout" else w
-    call = Call(seed=torch.tensor(3)) if change == "dropout" else Call()
+    call = MSSACall(seed=torch.tensor(3)) if change == "dropout" else MSSACall()
     assert not long_rows.serves_backward(w, None if change == "no-dout" else dout, w, call)
     assert long_rows.serves_forward(w, w, call) == ("dout" in change)
 

@@ -7,7 +7,7 @@ import torch
 
 from crate_kernels import mssa
 from crate_kernels._triton import table, tune
-from crate_kernels._triton.table import Row
+from crate_kernels._triton.table import LaunchRow
 from crate_kernels.cli.tune import judge
 from crate_kernels.ops.mssa import timed
 from crate_kernels.ops.mssa.cuda import heads, long_rows
@@ -125,7 +125,7 @@ def test_tuning_times_them(gradient, hopper, monkeypatch):  # noqa: F811
         kernels.append(("long_backward_kernel" if gradient else "long_forward_kernel") in hopper())
         return 1.0 / len(kernels)
 
-    workload = tune.Workload(table_of, Row({}, 64, 512, causal, half=True), make)
+    workload = tune.Workload(table_of, LaunchRow({}, 64, 512, causal, half=True), make)
     shipped = table_of.shipped(torch.device("cpu"), 64, 512, causal, torch.float16)
     found = tune.search(workload, shipped, clock, judge)
     assert (found.config, kernels) == ({"LONG": 1}, [False, True])

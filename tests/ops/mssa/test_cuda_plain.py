@@ -7,7 +7,7 @@ import torch
 
 from crate_kernels import mssa, testing
 from crate_kernels._core import backends
-from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.call import MSSACall
 from tests.ops import test_not_numbers
 from tests.ops.common import DTYPES, keep_mask, offsets, outputs_and_gradients, over_budget, randn
 from tests.ops.mssa import test_cancelling, test_dropout, test_outputs, test_threshold
@@ -239,7 +239,7 @@ def test_offsets_are_clamped_on_the_device(plain, bounds, covered):
     kernels = backends.kernel("mssa", plain)
     longest = 64 if bounds[1] == 10 else 90
     w, g = (randn(90, 2, 16, seed=s, dtype=torch.float32) for s in (0, 1))
-    call = Call(None, torch.tensor(bounds, dtype=torch.int32), longest, None, False, 0.25, 0.0, None)
+    call = MSSACall(None, torch.tensor(bounds, dtype=torch.int32), longest, None, False, 0.25, 0.0, None)
     out, lse = kernels.forward(w, call)
     dw = kernels.backward(g, None, w, out, lse, call)
     outside = torch.ones(90, dtype=torch.bool)

@@ -14,7 +14,7 @@ from crate_kernels._native import extension, libraries
 from crate_kernels.bench import providers
 from crate_kernels.bench.gate import Gate
 from crate_kernels.ops.mssa import rectangular
-from crate_kernels.ops.mssa.call import Call, DecodeCall
+from crate_kernels.ops.mssa.call import DecodeCall, MSSACall
 from tests.ops.common import LEVELS, NANS, expected, measured, randn
 
 pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
@@ -35,11 +35,11 @@ def test_build_info_names_the_sources_and_levels():
 
 
 OPS = {
-    "mssa_fwd": Call,
-    "mssa_bwd": Call,
+    "mssa_fwd": MSSACall,
+    "mssa_bwd": MSSACall,
     "mssa_decode": DecodeCall,
-    "mssa_rectangular_fwd": rectangular.Call,
-    "mssa_rectangular_bwd": rectangular.Call,
+    "mssa_rectangular_fwd": rectangular.RectangularCall,
+    "mssa_rectangular_bwd": rectangular.RectangularCall,
 }
 
 
@@ -294,7 +294,7 @@ def test_gradients_of_up_to_128_tokens_take_nothing_from_rounded_results(name, d
     for seqlen, causal, padded in itertools.product((1, 5, 64, 65, 128), (False, True), (False, True)):
         w, dout = (randn(2, 3, seqlen, 24, dtype=dtype, seed=seed) for seed in (0, 1))
         mask = randn(2, seqlen, seed=2) > 0 if padded else None
-        call = Call(key_padding_mask=mask, causal=causal, scale=0.2)
+        call = MSSACall(key_padding_mask=mask, causal=causal, scale=0.2)
         found = []
         for value in (0.0, torch.nan):
             dw, out = torch.empty_like(w), torch.full_like(w, value)

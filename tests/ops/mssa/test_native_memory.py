@@ -8,7 +8,7 @@ import torch
 from crate_kernels import mssa
 from crate_kernels._core import backends
 from crate_kernels._native import extension
-from crate_kernels.ops.mssa.call import Call, DecodeCall
+from crate_kernels.ops.mssa.call import DecodeCall, MSSACall
 
 pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
 
@@ -36,7 +36,7 @@ def test_out_of_memory_says_so_whichever_thread_finds_out(count, threads, little
     w, out = one.expand(1, 2, 1 << 24, 8), one.clone().expand(1, 2, 1 << 24, 8)
     # A RuntimeError from PyTorch 2.15 on.
     with pytest.raises((MemoryError, RuntimeError), match="bad_alloc"):
-        torch.ops.crate_kernels_C.mssa_fwd(w, *Call(), out, torch.zeros(1, 2, 1 << 24))
+        torch.ops.crate_kernels_C.mssa_fwd(w, *MSSACall(), out, torch.zeros(1, 2, 1 << 24))
 
 
 def test_out_of_memory_for_the_parts_of_a_gradient_says_so(threads, little_memory):
@@ -45,7 +45,7 @@ def test_out_of_memory_for_the_parts_of_a_gradient_says_so(threads, little_memor
     one = torch.zeros(1, 1, 1, 8)
     w, dw = one.expand(1, 1, 1 << 24, 8), one.clone().expand(1, 1, 1 << 24, 8)
     with pytest.raises((MemoryError, RuntimeError), match="bad_alloc"):
-        torch.ops.crate_kernels_C.mssa_bwd(w, None, w, w, torch.zeros(1, 1, 1 << 24), *Call(), dw)
+        torch.ops.crate_kernels_C.mssa_bwd(w, None, w, w, torch.zeros(1, 1, 1 << 24), *MSSACall(), dw)
 
 
 def test_out_of_memory_leaves_a_cache_as_long_as_it_was(threads, little_memory):

@@ -9,7 +9,7 @@ from crate_kernels import mssa, testing
 from crate_kernels._core import backends, plan
 from crate_kernels._triton import launch
 from crate_kernels.ops.mssa import order
-from crate_kernels.ops.mssa.call import Call, DecodeCall
+from crate_kernels.ops.mssa.call import DecodeCall, MSSACall
 from tests.ops.common import over_budget, randn
 from tests.tools.emulator import emulated
 
@@ -30,7 +30,7 @@ def tokens(*shape, dtype=HALF, device=CUDA):
 
 
 def of_backward(w, call=None, dout="dout", names=GENERAL):
-    found = order.backward(names, dout, None, w, None, None, call or Call())
+    found = order.backward(names, dout, None, w, None, None, call or MSSACall())
     assert sorted(found) == sorted(names), "the others are tried after the first"
     return found[0]
 
@@ -71,14 +71,14 @@ OTHER_BACKWARDS = {
     "narrow": (tokens(2, 3, 64, 112), {}),
     "wider": (tokens(2, 3, 64, 129), {}),
     "fp32": (tokens(*WIDE, dtype=SINGLE), {}),
-    "threshold": (tokens(*WIDE), {"call": Call(threshold=0.1)}),
+    "threshold": (tokens(*WIDE), {"call": MSSACall(threshold=0.1)}),
     "lse-alone": (tokens(*WIDE), {"dout": None}),
 }
 SAME_BACKWARDS = {
     "least": (tokens(2, 3, 64, 113), {}),
-    "causal": (tokens(*WIDE), {"call": Call(causal=True)}),
-    "dropout": (tokens(*WIDE), {"call": Call(seed=torch.tensor(1), dropout_p=0.1)}),
-    "packed": (tokens(64, 3, 128), {"call": Call(cu_seqlens=torch.tensor([0, 64]), max_seqlen=64)}),
+    "causal": (tokens(*WIDE), {"call": MSSACall(causal=True)}),
+    "dropout": (tokens(*WIDE), {"call": MSSACall(seed=torch.tensor(1), dropout_p=0.1)}),
+    "packed": (tokens(64, 3, 128), {"call": MSSACall(cu_seqlens=torch.tensor([0, 64]), max_seqlen=64)}),
 }
 
 

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from crate_kernels._core import philox
 from crate_kernels.ops.mssa import rectangular
-from crate_kernels.ops.mssa.rectangular import Call, Tokens, composite
+from crate_kernels.ops.mssa.rectangular import RangeTokens, RectangularCall, composite
 from tests.ops.common import EXACT
 from tests.ops.mssa.naive import rectangular_gradient_loop, rectangular_loop
 from tests.ops.mssa.rectangles import CASES as NAMED
@@ -63,7 +63,7 @@ def test_ranges_together_are_dense_attention(options, cuts, padded, monkeypatch)
     w, dout = torch.randn(2, BATCH, NHEADS, SEQLEN, HEAD_DIM, generator=generator, dtype=torch.float64)
     dlse = torch.randn(BATCH, NHEADS, SEQLEN, generator=generator, dtype=torch.float64)
     seed = torch.tensor(5) if "dropout_p" in options else None
-    call = Call(**{"scale": 0.6, "seed": seed, **HEADS, **options})
+    call = RectangularCall(**{"scale": 0.6, "seed": seed, **HEADS, **options})
     mask = None
     if padded:
         mask = torch.ones(BATCH, SEQLEN, dtype=torch.bool)
@@ -77,7 +77,7 @@ def test_ranges_together_are_dense_attention(options, cuts, padded, monkeypatch)
     dw, w = w.grad, w.detach()
 
     def tokens(first, last, *rest):
-        return Tokens(first, w[:, :, first:last], None if mask is None else mask[:, first:last], *rest)
+        return RangeTokens(first, w[:, :, first:last], None if mask is None else mask[:, first:last], *rest)
 
     out, lse = torch.zeros_like(w), torch.full(w.shape[:3], -torch.inf, dtype=w.dtype)
     for own, other in itertools.product(cuts, cuts):
@@ -97,10 +97,10 @@ def test_ranges_together_are_dense_attention(options, cuts, padded, monkeypatch)
 
 def test_half_tokens_are_added_up_in_float32():
     w = torch.randn(1, 2, 70, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
-    out, lse = rectangular.forward(Tokens(0, w), Tokens(0, w), Call(scale=0.5), "composite")
+    out, lse = rectangular.forward(RangeTokens(0, w), RangeTokens(0, w), RectangularCall(scale=0.5), "composite")
     assert out.dtype == lse.dtype == torch.float32
     expected, expected_lse = rectangular.forward(
-        Tokens(0, w.double()), Tokens(0, w.double()), Call(scale=0.5), "composite"
+        RangeTokens(0, w.double()), RangeTokens(0, w.double()), RectangularCall(scale=0.5), "composite"
     )
     torch.testing.assert_close(out, expected.float())
     torch.testing.assert_close(lse, expected_lse.float())
@@ -110,7 +110,7 @@ def test_half_tokens_are_added_up_in_float32():
 def test_what_rounding_took_is_as_the_output(low):
     w = torch.zeros(1, 2, 5, 8).bfloat16()
     with pytest.raises(ValueError, match=r"^mssa backward: low must be .*, got"):
-        rectangular.delta(w, w, w, torch.zeros(1, 2, 5), Call(), "composite", low)
+        rectangular.delta(w, w, w, torch.zeros(1, 2, 5), RectangularCall(), "composite", low)
 
 
 @pytest.mark.parametrize("name", ["causal-padded-dropout", "dropout", "padded", "across", "causal-before"])
@@ -141,11 +141,11 @@ def test_composite_is_the_loops(name):
 def test_products_are_counted():
     """Causal ranges count what they see; all ranges of a sequence together, what one process counts."""
     w, rest = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8)
-    early, late = (Tokens(start, w, None, w, rest, rest, rest) for start in (0, 8))
+    early, late = (RangeTokens(start, w, None, w, rest, rest, rest) for start in (0, 8))
     with FlopCounterMode(display=False) as counter:
         for rows, columns in itertools.product((early, late), (early, late)):
-            rectangular.forward(rows, columns, Call(causal=True), "composite")
-            rectangular.backward(rows, columns, Call(causal=True), "composite")
+            rectangular.forward(rows, columns, RectangularCall(causal=True), "composite")
+            rectangular.backward(rows, columns, RectangularCall(causal=True), "composite")
     pairs, counts = 16 * 17 // 2, counter.get_flop_counts()["Global"]
     ops = torch.ops.crate_kernels
     assert counts[ops.mssa_rectangular_fwd] == 2 * 2 * 2 * 4 * pairs
@@ -154,10 +154,10 @@ def test_products_are_counted():
 
 def test_products_of_a_range_are_those_that_it_sees():
     w, rest = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8)
-    early, late = (Tokens(start, w, None, w, rest, rest, rest) for start in (0, 8))
+    early, late = (RangeTokens(start, w, None, w, rest, rest, rest) for start in (0, 8))
     for rows, columns, pairs in ((early, late, 0), (late, early, 64), (late, late, 36)):
         with FlopCounterMode(display=False) as counter:
-            rectangular.forward(rows, columns, Call(causal=True), "composite")
+            rectangular.forward(rows, columns, RectangularCall(causal=True), "composite")
         assert counter.get_total_flops() == 2 * 2 * 2 * 4 * pairs
 
 

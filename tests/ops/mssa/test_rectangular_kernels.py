@@ -8,8 +8,8 @@ import torch
 from crate_kernels import testing
 from crate_kernels._core import backends
 from crate_kernels.ops.mssa import rectangular, reference
-from crate_kernels.ops.mssa.call import Call as Whole
-from crate_kernels.ops.mssa.rectangular import PART, Call, Tokens
+from crate_kernels.ops.mssa.call import MSSACall
+from crate_kernels.ops.mssa.rectangular import PART, RangeTokens, RectangularCall
 from tests.ops.common import DTYPES, KERNELS, LEVELS, home, interpreted, randn
 from tests.ops.mssa import ranges, test_cancelling
 from tests.ops.mssa.rectangles import CASES, drawn, in_dtype
@@ -68,7 +68,7 @@ def test_threads_share_a_head(backend, name, threads):
     """Parts of the rows have the same outputs; gradients are summed in another order, the same in each run."""
     rows, columns, call = drawn(CASES[name], torch.float32)
     rows, columns = (
-        Tokens(t.start, *(x if x is None else x[:1, :1] if x.dim() > 2 else x[:1] for x in t[1:]))
+        RangeTokens(t.start, *(x if x is None else x[:1, :1] if x.dim() > 2 else x[:1] for x in t[1:]))
         for t in (rows, columns)
     )
     alone = results(rows, columns, call, backend)
@@ -121,19 +121,21 @@ def test_ranges_together_are_the_whole_operator(options, cuts, backend):
     seed = torch.tensor(9) if "dropout_p" in options else None
     w, dout = (randn(2, 2, 200, 16, seed=s).to(torch.float32) for s in (0, 1))
     leaf = w.double().requires_grad_()
-    expected, expected_lse = reference.forward(leaf, Whole(scale=0.25, seed=seed, **options), None)
+    expected, expected_lse = reference.forward(leaf, MSSACall(scale=0.25, seed=seed, **options), None)
     expected.backward(dout.double())
     w, dout = w.to(device), dout.to(device)
-    call = Call(scale=0.25, seed=None if seed is None else seed.to(device), **options)
+    call = RectangularCall(scale=0.25, seed=None if seed is None else seed.to(device), **options)
     out, lse = torch.zeros_like(w), torch.full(w.shape[:3], -torch.inf, device=device)
-    every = Tokens(0, w)
+    every = RangeTokens(0, w)
     parts = [every.part(slice(*cut)) for cut in cuts]
     for rows, columns in itertools.product(parts, parts):
         place = slice(rows.start, rows.stop)
         rectangular.merge_(out[:, :, place], lse[:, :, place], *rectangular.forward(rows, columns, call, backend))
     torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=1e-5, atol=1e-5)
-    every = Tokens(0, w, None, dout, lse, rectangular.delta(w, dout, out, lse, call, backend), torch.zeros_like(lse))
+    every = RangeTokens(
+        0, w, None, dout, lse, rectangular.delta(w, dout, out, lse, call, backend), torch.zeros_like(lse)
+    )
     parts, dw = [every.part(slice(*cut)) for cut in cuts], torch.zeros_like(w)
     for rows, columns in itertools.product(parts, parts):
         dw[:, :, rows.start : rows.stop] += rectangular.backward(rows, columns, call, backend)
@@ -153,12 +155,12 @@ def test_rows_do_not_depend_on_columns_that_they_do_not_see(backend):
 
 @pytest.mark.parametrize("backend", CPP)
 def test_a_name_is_obeyed_or_refused(backend):
-    wide = Tokens(0, torch.randn(1, 1, 3, 257))
+    wide = RangeTokens(0, torch.randn(1, 1, 3, 257))
     with pytest.raises(
         NotImplementedError, match=r"^mssa: backend='cpp' takes head_dim from 1 to 256, got 257; use back"
     ):
-        rectangular.forward(wide, wide, Call(), backend)
-    out, _ = rectangular.forward(wide, wide, Call(), backends.AUTO)
-    assert torch.equal(out, rectangular.forward(wide, wide, Call(), "composite")[0])
+        rectangular.forward(wide, wide, RectangularCall(), backend)
+    out, _ = rectangular.forward(wide, wide, RectangularCall(), backends.AUTO)
+    assert torch.equal(out, rectangular.forward(wide, wide, RectangularCall(), "composite")[0])
     with pytest.raises(RuntimeError, match=r"^mssa: backend='reference' is unavailable: .*; use backend='composite'"):
         backends.resolve(PART, "reference", wide.w.device, wide.w.dtype, "mssa")

@@ -3,7 +3,7 @@
 import torch
 
 from crate_kernels.ops.tssa import triton as kernels
-from crate_kernels.ops.tssa.call import Call, State
+from crate_kernels.ops.tssa.call import State, TSSACall
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 
@@ -19,7 +19,7 @@ def _options(batch, seqlen, padded=False, packed=False, dropout_p=0.0):
     mask = torch.empty(batch, seqlen, dtype=torch.bool, device="meta") if padded else None
     offsets = torch.empty(batch + 1, dtype=torch.int32, device="meta") if packed else None
     seed = torch.empty((), dtype=torch.int64, device="meta") if dropout_p else None
-    return Call(mask, offsets, seqlen if packed else 0, seed, dropout_p)
+    return TSSACall(mask, offsets, seqlen if packed else 0, seed, dropout_p)
 
 
 def full(seqlen, nheads, head_dim, dtype=HALF, batch=256, backward=True, **options):

@@ -7,7 +7,7 @@ from crate_kernels import TokenStatsCache
 from crate_kernels._core import backends, plan
 from crate_kernels._cuda import launch
 from crate_kernels.ops.tssa import cuda
-from crate_kernels.ops.tssa.call import Call, Saved
+from crate_kernels.ops.tssa.call import Saved, TSSACall
 from tests.ops.common import outputs_and_gradients, randn
 from tests.ops.tssa.cuda import FORMS, bias, call, going, temps, tokens
 
@@ -95,13 +95,13 @@ def test_a_cache_of_which_kernels_take_the_address_alone_is_contiguous(name, bac
     apart = torch.stack([held[name], held[name]], -1)[..., 0]
     state = state._replace(**{name: apart})
     with pytest.raises(ValueError, match=rf"^tssa: cache\.{name} must be contiguous"):
-        cuda.forward(tokens(2, 3, 8, 16), temps(3), None, Call(), True, state)
+        cuda.forward(tokens(2, 3, 8, 16), temps(3), None, TSSACall(), True, state)
 
 
 @FORMS
 def test_offsets_that_are_not_contiguous_are_refused(causal, backend):
     w, bounds = torch.randn(9, 3, 16), torch.tensor([0, 7, 4, 7, 9, 7], dtype=torch.int32)[::2]
-    options = Call(cu_seqlens=bounds, max_seqlen=5)
+    options = TSSACall(cu_seqlens=bounds, max_seqlen=5)
     saved = Saved(w, temps(3), None, torch.rand(3, 9), *(() if causal else torch.rand(2, 2, 3, 16)))
     refused = pytest.raises(ValueError, match=r"^tssa: cu_seqlens must be contiguous")
     with refused:

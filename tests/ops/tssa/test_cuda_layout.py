@@ -7,7 +7,7 @@ import torch
 
 from crate_kernels import testing
 from crate_kernels._core import backends
-from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.call import TSSACall
 from tests.ops.common import outputs_and_gradients, over_budget, randn
 from tests.ops.tssa.cuda import FORMS, WAYS, bias, call, going, temps, tokens
 
@@ -67,7 +67,7 @@ def test_packed_rows_of_no_sequence_are_zero(bounds, longest, way, causal, backe
     covered = torch.zeros(66, dtype=torch.bool)
     for start, end in itertools.pairwise(bounds):
         covered[start : min(end, start + longest)] = True
-    options = Call(cu_seqlens=torch.tensor(bounds, dtype=torch.int32), max_seqlen=longest)
+    options = TSSACall(cu_seqlens=torch.tensor(bounds, dtype=torch.int32), max_seqlen=longest)
     inputs = (w, temps(3)) + ((None,) if causal else ())
     forward, backward = (kernel.forward_causal, kernel.backward_causal) if causal else (kernel.forward, kernel.backward)
     out, *saved = forward(*inputs, options)
@@ -84,7 +84,7 @@ def test_offsets_are_clamped_to_what_exists(bounds, causal, backend):
     """What such offsets mean is nobody's concern; that nothing outside a tensor is touched, the emulator sees."""
     kernel = backends.kernel("tssa", backend)
     w, dout = (randn(66, 3, 32, dtype=torch.float32, seed=seed) for seed in (0, 1))
-    options = Call(cu_seqlens=torch.tensor(bounds, dtype=torch.int32), max_seqlen=40)
+    options = TSSACall(cu_seqlens=torch.tensor(bounds, dtype=torch.int32), max_seqlen=40)
     inputs = (w, temps(3)) + ((None,) if causal else ())
     forward, backward = (kernel.forward_causal, kernel.backward_causal) if causal else (kernel.forward, kernel.backward)
     out, *saved = forward(*inputs, options)

@@ -6,14 +6,14 @@ import torch
 from crate_kernels import TokenStatsCache, testing
 from crate_kernels._core import backends
 from crate_kernels.ops.tssa import cuda
-from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.cuda import passes
 from tests.ops.common import outputs_and_gradients, over_budget
 from tests.ops.tssa.cuda import FORMS, call, going, temps, tokens
 
 
 def chunks(w, dout=None, causal=False):
-    return cuda.choose(w, dout, Call(), causal)[1].cuts
+    return cuda.choose(w, dout, TSSACall(), causal)[1].cuts
 
 
 def test_the_device_decides_where_tokens_are(device):
@@ -78,7 +78,7 @@ def test_the_causal_backward_takes_wide_tokens_in_short_chunks(backend, device):
 def test_what_a_call_allocates(causal, backend, device, monkeypatch):
     """On chip nothing but the results; in chunks a number a head and token, and sets of sums, 1 / 32 of the tokens."""
     sizes = []
-    for owner, name in ((passes, "_empty_sums"), (Call, "empty_membership")):
+    for owner, name in ((passes, "_empty_sums"), (TSSACall, "empty_membership")):
         allocate = getattr(owner, name)
 
         def counted(*args, allocate=allocate, **kwargs):

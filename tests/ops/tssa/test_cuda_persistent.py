@@ -9,7 +9,7 @@ import torch
 from crate_kernels import testing
 from crate_kernels._core import backends
 from crate_kernels.ops.tssa import op
-from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.call import TSSACall
 from tests.ops.common import outputs_and_gradients, randn
 from tests.ops.tssa.cuda import call, temps, tokens
 from tests.ops.tssa.persistent import AHEAD, CASES, MORE, MOST_SHARED, PAIRS, Persistent, taking
@@ -110,7 +110,7 @@ def test_packed_rows_of_no_sequence_are_zero(bounds, longest, backend, hopper):
     limits = [min(max(n, 0), 66) for n in bounds]
     for start, end in itertools.pairwise(limits):
         covered[start : min(end, start + longest)] = True
-    options = Call(cu_seqlens=torch.tensor(bounds, dtype=torch.int32), max_seqlen=longest)
+    options = TSSACall(cu_seqlens=torch.tensor(bounds, dtype=torch.int32), max_seqlen=longest)
     with taking(AHEAD):
         out, *saved = kernel.forward(w, temps(8), options)
         dw, _ = kernel.backward(dout, None, w, temps(8), *saved, options)

@@ -9,7 +9,7 @@ import torch
 
 from crate_kernels import tssa
 from crate_kernels._triton import table, tune
-from crate_kernels._triton.table import Row
+from crate_kernels._triton.table import LaunchRow
 from crate_kernels.cli.tune import judge
 from crate_kernels.ops.tssa import op, timed
 from crate_kernels.ops.tssa.cuda import persistent
@@ -127,7 +127,7 @@ def test_tuning_times_them(gradient, hopper, monkeypatch):
         times.append(f"{direction}_persistent" in hopper())
         return 1.0 / len(times)
 
-    few = tune.Workload(replace(of, candidates=(PAIRS,)), Row({}, 48, 32, half=True), make)
+    few = tune.Workload(replace(of, candidates=(PAIRS,)), LaunchRow({}, 48, 32, half=True), make)
     shipped = of.shipped(torch.device("cpu"), 48, 32, False, torch.float16)
     assert tune.search(few, shipped, clock, judge).config == PAIRS
     assert times == [False, True]

@@ -8,7 +8,7 @@ import torch
 from crate_kernels import testing, tssa
 from crate_kernels._core import operator
 from crate_kernels._native import extension
-from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.call import TSSACall
 from tests.ops.common import LEVELS, NANS, expected, measured, randn
 
 pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
@@ -186,4 +186,4 @@ def test_not_a_number_stays_one(name, bits, causal, level):
 def test_the_extension_takes_the_options_of_a_call(name):
     """C++ lists them once more, in csrc/tssa/call.h: with the same names, types and order."""
     schema = str(getattr(extension.library(), name)._schema)
-    assert operator.schema_of(Call).replace("SymInt", "int") in schema
+    assert operator.schema_of(TSSACall).replace("SymInt", "int") in schema

@@ -10,7 +10,7 @@ from crate_kernels import TokenStatsCache, testing, tssa
 from crate_kernels._core import backends as _backend
 from crate_kernels._triton.table import forced
 from crate_kernels.ops.tssa import op
-from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.triton import tables
 from tests.ops.common import backends, outputs_and_gradients, over_budget, randn
 
@@ -215,7 +215,7 @@ def test_packed_rows_of_no_sequence_are_zero(bounds, longest, way, causal, backe
     covered = torch.zeros(33, dtype=torch.bool, device=device)
     for start, end in itertools.pairwise(bounds):
         covered[start : min(end, start + longest)] = True
-    options = Call(cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device), max_seqlen=longest)
+    options = TSSACall(cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device), max_seqlen=longest)
     inputs = (w, temps(3, device)) + ((None,) if causal else ())
     forward, backward = (kernel.forward_causal, kernel.backward_causal) if causal else (kernel.forward, kernel.backward)
     with going(way):

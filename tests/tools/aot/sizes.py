@@ -32,7 +32,7 @@ _ISTA_DTYPES = (*({"dtype": dtype} for dtype in DTYPES), {"dtype": torch.float32
 
 
 @dataclass(frozen=True)
-class Form:
+class SizedForm:
     """A form of an operator: ``crossed`` sizes are taken in all pairs, for each of which the rest is drawn.
 
     Attributes:
@@ -56,19 +56,21 @@ _TSSA, _MSSA = {"nheads": HEADS, "head_dim": CHANNELS}, {"head_dim": HEAD_DIMS, 
 _BLOCKS = {"crossed": {"backward": (False, True), "head_dim": HEAD_DIMS}, "options": (_PADDED, _CAUSAL, _DROPOUT)}
 _TOKENS = {"tokens": LENGTHS, "dim": DIMS}
 FORMS = {
-    "tssa.full": Form(tssa.full, **_per_length(_TSSA, _LAYOUTS, _DROPOUT, batch=BATCHES)),
-    "tssa.causal": Form(tssa.causal, **_per_length(_TSSA, _LAYOUTS, _DROPOUT, batch=BATCHES, bias=(False, True))),
-    "tssa.decode": Form(tssa.decode, _TSSA, {"new": LENGTHS, "dtype": DTYPES}, (_PADDED,)),
-    "mssa.forward": Form(mssa.forward, _MSSA, {"dtype": DTYPES}, (_LAYOUTS, _CAUSAL, _WEIGHTS)),
-    "mssa.backward": Form(mssa.backward, _MSSA, {"dtype": DTYPES}, (_LAYOUTS, _CAUSAL, _WEIGHTS, _GRADIENTS)),
-    "mssa.decode": Form(mssa.decode, {"head_dim": HEAD_DIMS, "new": LENGTHS[1::2]}, {"dtype": DTYPES}, (_PADDED,)),
-    "mssa.between": Form(mssa.between, drawn={"seqlen": LENGTHS, "dtype": DTYPES}, **_BLOCKS),
-    "ista.step": Form(ista.step, _TOKENS, {}, (_ISTA_DTYPES, _NONNEGATIVE)),
-    "ista.overcomplete": Form(ista.overcomplete, {"dim": DIMS, "hidden": DIMS}, {"tokens": LENGTHS, "dtype": DTYPES}),
+    "tssa.full": SizedForm(tssa.full, **_per_length(_TSSA, _LAYOUTS, _DROPOUT, batch=BATCHES)),
+    "tssa.causal": SizedForm(tssa.causal, **_per_length(_TSSA, _LAYOUTS, _DROPOUT, batch=BATCHES, bias=(False, True))),
+    "tssa.decode": SizedForm(tssa.decode, _TSSA, {"new": LENGTHS, "dtype": DTYPES}, (_PADDED,)),
+    "mssa.forward": SizedForm(mssa.forward, _MSSA, {"dtype": DTYPES}, (_LAYOUTS, _CAUSAL, _WEIGHTS)),
+    "mssa.backward": SizedForm(mssa.backward, _MSSA, {"dtype": DTYPES}, (_LAYOUTS, _CAUSAL, _WEIGHTS, _GRADIENTS)),
+    "mssa.decode": SizedForm(mssa.decode, {"head_dim": HEAD_DIMS, "new": LENGTHS[1::2]}, {"dtype": DTYPES}, (_PADDED,)),
+    "mssa.between": SizedForm(mssa.between, drawn={"seqlen": LENGTHS, "dtype": DTYPES}, **_BLOCKS),
+    "ista.step": SizedForm(ista.step, _TOKENS, {}, (_ISTA_DTYPES, _NONNEGATIVE)),
+    "ista.overcomplete": SizedForm(
+        ista.overcomplete, {"dim": DIMS, "hidden": DIMS}, {"tokens": LENGTHS, "dtype": DTYPES}
+    ),
 }
 
 
-def _drawn(name: str, form: Form, number: int) -> Iterator[dict]:
+def _drawn(name: str, form: SizedForm, number: int) -> Iterator[dict]:
     """Yield the arguments of a form's calls; ``number`` tells one draw of all of them from another."""
     draw = random.Random(f"{name} {number}")
     for sizes in itertools.product(*form.crossed.values()):

@@ -17,7 +17,7 @@ from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 from crate_kernels._triton import launch  # noqa: E402
-from crate_kernels.ops.mssa.triton.tile import Tokens  # noqa: E402
+from crate_kernels.ops.mssa.triton.tile import TokenRows  # noqa: E402
 from tests.ops.ista import aot as ista  # noqa: E402
 from tests.ops.mssa import aot as mssa  # noqa: E402
 from tests.ops.tssa import aot as tssa  # noqa: E402
@@ -108,7 +108,7 @@ def test_a_kept_kernel_is_launched_as_triton_launches_it(monkeypatch):
     launched = []
     monkeypatch.setattr(launch, "_compiled", {})
     monkeypatch.setattr(runtime.driver, "_active", Driver(launched))
-    x, out = Tokens(torch.zeros(64), 2, 1), torch.zeros(32)
+    x, out = TokenRows(torch.zeros(64), 2, 1), torch.zeros(32)
     for count in (32, 5):
         arguments = {"x": x, "out_ptr": out, "nothing_ptr": None, "count": count, "factor": 0.5}
         launched.clear()

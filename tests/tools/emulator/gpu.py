@@ -29,7 +29,7 @@ def use(path):
 
 
 class Emulated:
-    """What ``crate_kernels._cuda.launch.Gpu`` says, by the emulator, for the device that a test sets."""
+    """What ``crate_kernels._cuda.launch.LaunchDevice`` says, by the emulator, for the device that a test sets."""
 
     def __init__(self, path):
         self.path, self.library = path, ctypes.CDLL(str(path))

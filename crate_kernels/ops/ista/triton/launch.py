@@ -37,7 +37,7 @@ from crate_kernels.ops.ista.triton.tables import BACKWARD_FORM, FORWARD_FORM
 _LARGEST = torch.finfo(torch.float32).max  # of the numbers that a kernel takes
 
 
-class _Engine(steps.Engine):
+class _TritonEngine(steps.Engine):
     def operand(self, tokens, dtype):
         return tokens  # rounded as the kernel loads them
 
@@ -104,7 +104,7 @@ def _one_product(table: Table, tokens: Tensor, equal: float) -> bool:
     return 100 * count >= table.config(tokens.device, dim, count, False, tokens.dtype)["ONE"] * equal * dim
 
 
-_engine = _Engine()
+_engine = _TritonEngine()
 
 
 def engine(x: Tensor) -> steps.Engine:

@@ -7,7 +7,7 @@ compiled (``make aot``). ``python -m crate_kernels tune`` times the candidates o
 from __future__ import annotations
 
 from crate_kernels._triton.launch import INTERPRETER
-from crate_kernels._triton.table import Config, Row, Table
+from crate_kernels._triton.table import Config, LaunchRow, Table
 
 
 def _product(m: int, n: int, k: int, warps: int, stages: int, library: int = 0) -> Config:
@@ -22,34 +22,34 @@ def _product(m: int, n: int, k: int, warps: int, stages: int, library: int = 0) 
 # On an H200 wide tiles won even with 3072: 204 us for 25216 tokens and 768 columns, by the library 225.
 _LONGEST_FUSED = 2560
 _LIBRARY = _product(128, 128, 32, 8, 2, library=1)
-_BY_LIBRARY = Row(_LIBRARY)
+_BY_LIBRARY = LaunchRow(_LIBRARY)
 
 # Keyed by the length of the sums (inner) and by the number of tokens, in the places of head_dim and seqlen; half:
 # 16-bit tokens (float32 ones are rounded on the way to the product, and take twice the shared memory).
 PRODUCT = Table(
     "ista_product",
     {
-        INTERPRETER: (Row(_product(128, 64, 32, 4, 1)),),
+        INTERPRETER: (LaunchRow(_product(128, 64, 32, 4, 1)),),
         "sm_80": (
-            Row(_product(16, 32, 64, 4, 4), _LONGEST_FUSED, seqlen=16),
-            Row(_product(64, 64, 64, 4, 3), _LONGEST_FUSED, seqlen=1024),
-            Row(_product(128, 128, 32, 8, 4), _LONGEST_FUSED, half=True),
-            Row(_product(128, 128, 32, 8, 3), _LONGEST_FUSED),
+            LaunchRow(_product(16, 32, 64, 4, 4), _LONGEST_FUSED, seqlen=16),
+            LaunchRow(_product(64, 64, 64, 4, 3), _LONGEST_FUSED, seqlen=1024),
+            LaunchRow(_product(128, 128, 32, 8, 4), _LONGEST_FUSED, half=True),
+            LaunchRow(_product(128, 128, 32, 8, 3), _LONGEST_FUSED),
             _BY_LIBRARY,
         ),
         "sm_90": (
-            Row(_product(16, 32, 128, 4, 4), _LONGEST_FUSED, seqlen=16),
-            Row(_product(64, 64, 64, 4, 4), _LONGEST_FUSED, seqlen=1024),
+            LaunchRow(_product(16, 32, 128, 4, 4), _LONGEST_FUSED, seqlen=16),
+            LaunchRow(_product(64, 64, 64, 4, 4), _LONGEST_FUSED, seqlen=1024),
             # Three stages leave shared memory for two programs a multiprocessor: one multiplies while one finishes.
-            Row(_product(128, 128, 64, 8, 3), _LONGEST_FUSED),
-            Row(_LIBRARY, seqlen=1024),
-            Row(_product(128, 256, 64, 8, 3), half=True),
+            LaunchRow(_product(128, 128, 64, 8, 3), _LONGEST_FUSED),
+            LaunchRow(_LIBRARY, seqlen=1024),
+            LaunchRow(_product(128, 256, 64, 8, 3), half=True),
             _BY_LIBRARY,
         ),
         "gfx942": (
-            Row(_product(16, 32, 64, 4, 2), _LONGEST_FUSED, seqlen=16),
-            Row(_product(64, 64, 64, 4, 2), _LONGEST_FUSED, seqlen=1024, half=True),
-            Row(_product(128, 128, 32, 8, 2), _LONGEST_FUSED),
+            LaunchRow(_product(16, 32, 64, 4, 2), _LONGEST_FUSED, seqlen=16),
+            LaunchRow(_product(64, 64, 64, 4, 2), _LONGEST_FUSED, seqlen=1024, half=True),
+            LaunchRow(_product(128, 128, 32, 8, 2), _LONGEST_FUSED),
             _BY_LIBRARY,
         ),
     },
@@ -73,7 +73,7 @@ def _form(name: str) -> Table:
     """
     always, by_flop, never = ({"ONE": percent} for percent in (0, 100, 1 << 40))
     keys = ("sm_80", "sm_90", "gfx942", INTERPRETER)
-    return Table(name, dict.fromkeys(keys, (Row(by_flop),)), candidates=(always, never))
+    return Table(name, dict.fromkeys(keys, (LaunchRow(by_flop),)), candidates=(always, never))
 
 
 FORWARD_FORM, BACKWARD_FORM = _form("ista_forward_form"), _form("ista_backward_form")

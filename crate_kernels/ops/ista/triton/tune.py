@@ -9,10 +9,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from crate_kernels._triton.table import Row, Table
+from crate_kernels._triton.table import LaunchRow, Table
 from crate_kernels._triton.tune import Prepared, Workload
 from crate_kernels.ops.ista import composite
-from crate_kernels.ops.ista.call import Call
+from crate_kernels.ops.ista.call import ISTACall
 from crate_kernels.ops.ista.triton import launch as kernels
 from crate_kernels.ops.ista.triton import tables
 from crate_kernels.ops.ista.triton.product import Epilogue, product
@@ -51,7 +51,7 @@ def _form(table: Table, tokens: int, dim: int, device: str = "cuda") -> Callable
     def make() -> Prepared:
         x, dy = _draw(tokens, dim, device=device), _draw(1, tokens, dim, device=device)[0]
         weight = _draw(dim, dim, device=device) * dim**-0.5
-        call = Call(_STEP, _THRESHOLD / _STEP, True, x.dtype)
+        call = ISTACall(_STEP, _THRESHOLD / _STEP, True, x.dtype)
         y = kernels.forward(x, weight, call)
 
         def step(on: ModuleType, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -72,12 +72,12 @@ def workloads() -> list[Workload]:
     found = []
     for inner, columns in ((384, 384), (768, 768), (1536, 384), (3072, 768)):
         for tokens, bucket in ((1, 16), (788, 1024), (25216, None)):
-            row = Row({}, inner, bucket, half=True)
+            row = LaunchRow({}, inner, bucket, half=True)
             found.append(Workload(tables.PRODUCT, row, _product(tokens, inner, columns)))
     # Around the number of tokens at which either form is as many FLOP.
     for dim in (384, 576, 768, 1024):
         for tokens in (256, 512, 1024, 2048):
             for table in (tables.FORWARD_FORM, tables.BACKWARD_FORM):
-                row = Row({}, dim, tokens, half=True)
+                row = LaunchRow({}, dim, tokens, half=True)
                 found.append(Workload(table, row, _form(table, tokens, dim)))
     return found

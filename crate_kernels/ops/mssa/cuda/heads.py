@@ -11,7 +11,7 @@ from torch import Tensor
 
 from crate_kernels._cuda import launch
 from crate_kernels._cuda.launch import Kernel, Shape
-from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.cuda import hopper
 from crate_kernels.ops.mssa.cuda.problem import is_wide
 from crate_kernels.ops.mssa.cuda.tensor_cores import TYPES
@@ -67,16 +67,16 @@ def _forward_kernel(dtype: torch.dtype, dim: int, rows: int, causal: bool) -> Ke
     return Kernel(_FORWARD, f"mssa::head_forward_kernel<{TYPES[dtype]}, {dim}, {rows}, {str(causal).lower()}>")
 
 
-def _serves(w: Tensor, call: Call) -> bool:
+def _serves(w: Tensor, call: MSSACall) -> bool:
     return hopper.serves(w, call) and hopper.seqlen_of(w, call) <= MOST_ROWS
 
 
-def serves_forward(w: Tensor, out: Tensor, call: Call) -> bool:
+def serves_forward(w: Tensor, out: Tensor, call: MSSACall) -> bool:
     """Return whether the kernel of the forward serves a call."""
     return _serves(w, call) and all(map(is_wide, (w, out)))
 
 
-def serves_backward(w: Tensor, dout: Tensor | None, out: Tensor, call: Call) -> bool:
+def serves_backward(w: Tensor, dout: Tensor | None, out: Tensor, call: MSSACall) -> bool:
     """Return whether the kernel of the backward serves a call."""
     return (
         dout is not None
@@ -86,17 +86,17 @@ def serves_backward(w: Tensor, dout: Tensor | None, out: Tensor, call: Call) -> 
     )
 
 
-def take_forward(w: Tensor, out: Tensor, call: Call) -> bool:
+def take_forward(w: Tensor, out: Tensor, call: MSSACall) -> bool:
     """Return whether whole heads take a forward: they serve it, and were chosen."""
     return serves_forward(w, out, call) and hopper.chosen(FORWARD, w, call)
 
 
-def take_backward(w: Tensor, dout: Tensor | None, out: Tensor, call: Call) -> bool:
+def take_backward(w: Tensor, dout: Tensor | None, out: Tensor, call: MSSACall) -> bool:
     """Return whether whole heads take a backward."""
     return serves_backward(w, dout, out, call) and hopper.chosen(BACKWARD, w, call)
 
 
-def forward(w: Tensor, call: Call, out: Tensor, lse: Tensor) -> Tensor:
+def forward(w: Tensor, call: MSSACall, out: Tensor, lse: Tensor) -> Tensor:
     """Write ``out`` and ``lse``, and return how many of each head's last tokens are left: (heads,) int32.
 
     ``lse`` is contiguous, and ``out`` has rows of whole packs of 16 bytes.
@@ -111,7 +111,9 @@ def forward(w: Tensor, call: Call, out: Tensor, lse: Tensor) -> Tensor:
     return left
 
 
-def backward(dout: Tensor, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: Call, dw: Tensor) -> Tensor:
+def backward(
+    dout: Tensor, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: MSSACall, dw: Tensor
+) -> Tensor:
     """Write the gradient of ``w`` to ``dw``, and return how many tokens of each head are left, all or none.
 
     ``lse`` and ``dlse`` are contiguous, and ``dw`` has rows of whole packs of 16 bytes.

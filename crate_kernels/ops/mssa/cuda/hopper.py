@@ -19,8 +19,8 @@ from torch import Tensor
 from crate_kernels._cuda import launch
 from crate_kernels._cuda.records import POINTER, Record
 from crate_kernels._triton.launch import INTERPRETER
-from crate_kernels._triton.table import Row, Table
-from crate_kernels.ops.mssa.call import Call
+from crate_kernels._triton.table import LaunchRow, Table
+from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.cuda.problem import contiguous
 from crate_kernels.ops.mssa.cuda.tensor_cores import TYPES
 
@@ -31,7 +31,7 @@ _MOST_CHANNELS = 128
 
 def table(name: str, option: str) -> Table:
     """Return a launch table whose rows say, by an option of 0 or 1, if a kernel takes a call that it serves."""
-    row = Row({option: 0})
+    row = LaunchRow({option: 0})
     return Table(name, {INTERPRETER: (row,), "sm_80": (row,)}, candidates=({option: 1},))
 
 
@@ -71,12 +71,12 @@ class HeadCall(Record):
     )
 
 
-def seqlen_of(w: Tensor, call: Call) -> int:
+def seqlen_of(w: Tensor, call: MSSACall) -> int:
     """Return the longest sequence."""
     return call.max_seqlen if call.packed else w.shape[2]
 
 
-def serves(w: Tensor, call: Call) -> bool:
+def serves(w: Tensor, call: MSSACall) -> bool:
     """Return whether these kernels serve a call of some length; the GPU is one of their kind."""
     gpu = launch.gpu(w.device)
     return (
@@ -90,7 +90,7 @@ def serves(w: Tensor, call: Call) -> bool:
     )
 
 
-def chosen(table: Table, w: Tensor, call: Call) -> bool:
+def chosen(table: Table, w: Tensor, call: MSSACall) -> bool:
     """Return whether a table has a call taken."""
     config = table.config(w.device, w.shape[-1], seqlen_of(w, call), call.causal, w.dtype)
     return config == table.candidates[0]
@@ -99,7 +99,7 @@ def chosen(table: Table, w: Tensor, call: Call) -> bool:
 _Given = TypeVar("_Given", bound=HeadCall)
 
 
-def parameters(kind: type[_Given], w: Tensor, call: Call, lse: Tensor) -> tuple[_Given, Tensor]:
+def parameters(kind: type[_Given], w: Tensor, call: MSSACall, lse: Tensor) -> tuple[_Given, Tensor]:
     """Return what both directions are given, and what is left: (heads,) int32, which the kernels write."""
     sequences = w.shape[0] if call.cu_seqlens is None else len(call.cu_seqlens) - 1
     heads = sequences * w.shape[1]
@@ -121,7 +121,7 @@ def parameters(kind: type[_Given], w: Tensor, call: Call, lse: Tensor) -> tuple[
     return found, left
 
 
-def tokens(x: Tensor, call: Call) -> HeadTokens:
+def tokens(x: Tensor, call: MSSACall) -> HeadTokens:
     """Return a tensor of tokens as these kernels read it."""
     strides = (0, x.stride(1), x.stride(0)) if call.packed else x.stride()[:3]
     return HeadTokens(data=x, batch=strides[0], head=strides[1], row=strides[2])

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from crate_kernels._cuda import launch
 from crate_kernels._cuda.launch import Kernel, Shape
-from crate_kernels.ops.mssa.cuda.problem import Problem
+from crate_kernels.ops.mssa.cuda.problem import MssaProblem
 from crate_kernels.ops.mssa.splits import cdiv
 
 # As plain.cuh has them: threads of a block, its rows, the rows of a tile, channels at a time, and floats between rows.
@@ -44,7 +44,7 @@ def _launch(kernel: Kernel, fields: dict, w: Tensor, shared_bytes: int, grouped:
     blocks = max(cdiv(fields["seqlen"], _OWNED), 1)
     groups = cdiv(w.shape[-1], _MOST_CHUNKS * _CHUNK)
     count = fields["sequences"] * fields["nheads"] * blocks * (groups if grouped else 1)
-    parameters = Problem(**fields, blocks=blocks, groups=groups)
+    parameters = MssaProblem(**fields, blocks=blocks, groups=groups)
     launch.run(kernel, Shape(count, _THREADS, shared_bytes), [parameters], w.device)
 
 

@@ -8,12 +8,12 @@ import math
 from torch import Tensor
 
 from crate_kernels._cuda.records import DTYPES, POINTER, Record
-from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.call import MSSACall
 
 _PACK = 16  # bytes of a wide access
 
 
-class Rows(Record):
+class MssaRows(Record):
     """A tensor of tokens; strides in elements."""
 
     cpp = "mssa::Rows"
@@ -27,26 +27,26 @@ class Rows(Record):
     )
 
 
-class Access(Record):
+class MssaAccess(Record):
     """Access to all tensors of a call."""
 
     cpp = "mssa::Access"
     _fields_ = (("head_dim", ctypes.c_int), ("wide", ctypes.c_bool))
 
 
-class Mask(Record):
+class MssaMask(Record):
     """The mask by position."""
 
     cpp = "mssa::Mask"
     _fields_ = (("causal", ctypes.c_bool),)
 
 
-class Range(Record):
+class MssaRange(Record):
     """Another range of the rows' sequence."""
 
     cpp = "mssa::Range"
     _fields_ = (
-        ("g", Rows),
+        ("g", MssaRows),
         ("lse", POINTER),
         ("delta", POINTER),
         ("dlse", POINTER),
@@ -59,31 +59,31 @@ class Range(Record):
     )
 
 
-class Problem(Record):
+class MssaProblem(Record):
     """The tensors and options of a call."""
 
     cpp = "mssa::Problem"
     _fields_ = (
-        *((name, Rows) for name in ("w", "keys", "out", "g", "dw")),
+        *((name, MssaRows) for name in ("w", "keys", "out", "g", "dw")),
         *((name, POINTER) for name in ("lse", "delta", "low", "largest", "levels", "dlse")),
         *((name, POINTER) for name in ("keep", "held", "cu_seqlens", "seed")),
         *((name, ctypes.c_int) for name in ("sequences", "nheads", "seqlen", "total", "capacity", "blocks", "groups")),
-        ("access", Access),
+        ("access", MssaAccess),
         ("dtype", ctypes.c_int),
         *((name, ctypes.c_float) for name in ("scale", "threshold", "keep_factor")),
         ("drop_last", ctypes.c_uint32),
-        ("mask", Mask),
+        ("mask", MssaMask),
         *((name, ctypes.c_bool) for name in ("select", "values", "products", "scores")),
         ("results", ctypes.c_int),
-        ("others", Range),
+        ("others", MssaRange),
     )
 
 
-def rows_of(x: Tensor, packed: bool) -> Rows:
+def rows_of(x: Tensor, packed: bool) -> MssaRows:
     """Return a tensor of tokens: (rows, heads, channels) if packed, else (batch, heads, rows, channels)."""
     row, head, channel = (0, 1, 2) if packed else (2, 1, 3)
     strides = x.stride()
-    return Rows(
+    return MssaRows(
         data=x,
         batch=0 if packed else strides[0],
         head=strides[head],
@@ -100,7 +100,7 @@ def is_wide(x: Tensor) -> bool:
     return strides[-1] == 1 and x.data_ptr() % _PACK == 0 and all(n * x.element_size() % _PACK == 0 for n in whole)
 
 
-def of_forward(w: Tensor, call: Call, out: Tensor, lse: Tensor | None, **more: object) -> dict[str, object]:
+def of_forward(w: Tensor, call: MSSACall, out: Tensor, lse: Tensor | None, **more: object) -> dict[str, object]:
     """Return the fields of the problem of a forward; ``more`` replaces some."""
     packed = call.packed
     dropped = {"keep_factor": 1.0}
@@ -125,7 +125,7 @@ def of_forward(w: Tensor, call: Call, out: Tensor, lse: Tensor | None, **more: o
         "scale": call.scale,
         "select": call.threshold is not None,
         "threshold": call.threshold or 0.0,
-        "mask": Mask(causal=call.causal),
+        "mask": MssaMask(causal=call.causal),
         **dropped,
         **more,
     }
@@ -139,9 +139,9 @@ def contiguous(x: Tensor | None) -> Tensor | None:
 
 def with_access(fields: dict[str, object]) -> dict[str, object]:
     """Add whether all tensors of a problem are accessed in packs."""
-    rows = [value for value in fields.values() if isinstance(value, Rows)]
+    rows = [value for value in fields.values() if isinstance(value, MssaRows)]
     w = rows[0].tensors[0]
-    return {**fields, "access": Access(head_dim=w.shape[-1], wide=all(one.wide for one in rows))}
+    return {**fields, "access": MssaAccess(head_dim=w.shape[-1], wide=all(one.wide for one in rows))}
 
 
 def of_backward(
@@ -150,7 +150,7 @@ def of_backward(
     w: Tensor,
     out: Tensor,
     lse: Tensor,
-    call: Call,
+    call: MSSACall,
     dw: Tensor,
     scratch: Tensor,
 ) -> dict[str, object]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from crate_kernels._cuda import launch
 from crate_kernels._cuda.launch import Kernel, Shape
 from crate_kernels._cuda.records import CPP_TYPES, POINTER
-from crate_kernels.ops.mssa.cuda.problem import Problem
+from crate_kernels.ops.mssa.cuda.problem import MssaProblem
 from crate_kernels.ops.mssa.splits import cdiv
 
 _HEADER = "mssa/cuda/decode.cuh"
@@ -19,7 +19,7 @@ GROUP = 4  # tokens of a block, if it has several
 _ADVANCE = Kernel(_HEADER, "decoding::mssa_advance_kernel")
 
 
-class Step(Problem):
+class MssaStep(MssaProblem):
     """A forward of the new tokens whose keys are the cache."""
 
     cpp = "decoding::Step"
@@ -70,20 +70,20 @@ def step(fields: dict, w: Tensor, part: Tensor, statistics: Tensor) -> None:
     given = {**fields, "part": part, "statistics": statistics, "splits": splits, "lanes": lanes}
     attends, combines = decode_kernel(w.dtype, tokens, vectors), _combine_kernel(w.dtype)
     for kernel in (attends, combines):  # before either writes to the cache: one may not compile
-        launch.function(kernel, w.device, (Step,))
+        launch.function(kernel, w.device, (MssaStep,))
     shape = Shape(_heads(fields) * blocks * splits, _THREADS, 4 * (_THREADS // _WARP) * tokens * (head_dim + 2))
-    launch.run(attends, shape, [Step(**given, blocks=blocks)], w.device)
+    launch.run(attends, shape, [MssaStep(**given, blocks=blocks)], w.device)
     shape = Shape(_heads(fields) * new, cdiv(head_dim, _WARP) * _WARP)
-    launch.run(combines, shape, [Step(**given, blocks=new)], w.device)
+    launch.run(combines, shape, [MssaStep(**given, blocks=new)], w.device)
 
 
 def append(fields: dict, w: Tensor) -> None:
     """Append the new tokens to the cache, whose lengths stay."""
     blocks = cdiv(fields["seqlen"], _THREADS)
-    parameters = Problem(**fields, blocks=blocks)
+    parameters = MssaProblem(**fields, blocks=blocks)
     launch.run(_append_kernel(w.dtype), Shape(_heads(fields) * blocks, _THREADS), [parameters], w.device)
 
 
 def advance(fields: dict, w: Tensor) -> None:
     """Count the new tokens in the cache's lengths."""
-    launch.run(_ADVANCE, Shape(fields["sequences"], _WARP), [Problem(**fields)], w.device)
+    launch.run(_ADVANCE, Shape(fields["sequences"], _WARP), [MssaProblem(**fields)], w.device)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from crate_kernels._cuda import launch
 from crate_kernels._cuda.launch import Kernel, Shape
-from crate_kernels.ops.mssa.call import Call
-from crate_kernels.ops.mssa.cuda.problem import Problem
+from crate_kernels.ops.mssa.call import MSSACall
+from crate_kernels.ops.mssa.cuda.problem import MssaProblem
 from crate_kernels.ops.mssa.splits import cdiv
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -84,7 +84,7 @@ def take(w: Tensor) -> bool:
     return w.dtype in TYPES and gpu.capability >= _CAPABILITY and gpu.shared_limit >= _SHARED
 
 
-def round_gradients(w: Tensor, call: Call, has_scores: bool) -> bool:
+def round_gradients(w: Tensor, call: MSSACall, has_scores: bool) -> bool:
     """Return whether the backward would round gradients of scores to subnormal fp16, and multiply them by tokens."""
     return w.dtype == torch.float16 and has_scores and abs(call.scale) < 2.0**-8
 
@@ -94,7 +94,7 @@ def _launch(
 ) -> None:
     """Launch a kernel with ``blocks`` blocks for each head; for those that have tokens left, if ``left`` is given."""
     shape = Shape(fields["sequences"] * fields["nheads"] * blocks, threads, shared_bytes)
-    parameters = Problem(**fields, blocks=blocks)
+    parameters = MssaProblem(**fields, blocks=blocks)
     if left is None:
         launch.run(kernel, shape, [parameters], w.device)
     else:
@@ -121,7 +121,7 @@ def _launch_rows(
     _launch(kernel, fields, w, max(cdiv(seqlen, block), 1), warps * 32, block * of_row + of_tiles, left)
 
 
-def _takes_pairs(fields: dict, w: Tensor, call: Call) -> bool:
+def _takes_pairs(fields: dict, w: Tensor, call: MSSACall) -> bool:
     """Return whether the pair form serves a call: it has one block for each head."""
     simple = call.scale > 0 and call.threshold is None and not call.masked and not call.packed and call.seed is None
     heads = fields["sequences"] * fields["nheads"]
@@ -129,7 +129,7 @@ def _takes_pairs(fields: dict, w: Tensor, call: Call) -> bool:
     return simple and fits and heads >= launch.gpu(w.device).multiprocessors
 
 
-def forward(fields: dict, w: Tensor, call: Call, left: Tensor | None = None) -> None:
+def forward(fields: dict, w: Tensor, call: MSSACall, left: Tensor | None = None) -> None:
     """Launch a forward. With levels, it writes what a backward needs of it, and nothing else.
 
     ``left``: of how many of each head's last tokens alone, (heads,) int32.
@@ -144,7 +144,7 @@ def forward(fields: dict, w: Tensor, call: Call, left: Tensor | None = None) -> 
     _launch_rows(forward_kernel(w.dtype, dim), fields, w, 16 * tiles.rows, dim * 2, 2 * tiles.columns * dim * 2, left)
 
 
-def backward(fields: dict, w: Tensor, call: Call, left: Tensor | None = None) -> None:
+def backward(fields: dict, w: Tensor, call: MSSACall, left: Tensor | None = None) -> None:
     """Launch a backward; ``left``: of heads alone of which it is not 0, (heads,) int32."""
     if fields.get("levels") is not None:
         forward(fields, w, call)

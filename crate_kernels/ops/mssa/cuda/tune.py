@@ -8,7 +8,7 @@ import torch
 
 from crate_kernels._core import backends
 from crate_kernels._cuda import launch
-from crate_kernels._triton.table import Row
+from crate_kernels._triton.table import LaunchRow
 from crate_kernels._triton.tune import Workload
 from crate_kernels.ops.mssa import native, timed
 from crate_kernels.ops.mssa.cuda import heads, hopper, long_rows
@@ -27,7 +27,7 @@ def workloads() -> list[Workload]:
     found = []
     every = [(heads, _IMAGE, 256), *((long_rows, *one) for one in _LONG)]
     for (kernels, seqlen, bucket), causal, head_dim in itertools.product(every, (False, True), (64, 128)):
-        row = Row({}, head_dim, bucket, causal, half=True)
+        row = LaunchRow({}, head_dim, bucket, causal, half=True)
         for table in (kernels.FORWARD, kernels.BACKWARD):
             gradient = table is kernels.BACKWARD
             found.append(Workload(table, row, timed.dense(native, seqlen, head_dim, causal, gradient)))

@@ -6,7 +6,7 @@ queries and keys at once (docs/kernels.md): with everybody's w, dout, lse, delta
 completed where it is, and nothing is added up over processes.
 """
 
-from crate_kernels.ops.mssa.rectangular.call import Call, Tokens, sees
+from crate_kernels.ops.mssa.rectangular.call import RangeTokens, RectangularCall, sees
 from crate_kernels.ops.mssa.rectangular.op import PART, backward, delta, forward, merge_, rounded
 
-__all__ = ["PART", "Call", "Tokens", "backward", "delta", "forward", "merge_", "rounded", "sees"]
+__all__ = ["PART", "RangeTokens", "RectangularCall", "backward", "delta", "forward", "merge_", "rounded", "sees"]

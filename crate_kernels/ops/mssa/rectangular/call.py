@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Tokens(NamedTuple):
+class RangeTokens(NamedTuple):
     """A range of the sequence's tokens, as queries and as keys.
 
     Attributes:
@@ -48,13 +48,15 @@ class Tokens(NamedTuple):
         assert self.dlse is not None
         return self.dout, self.lse, self.delta, self.dlse
 
-    def part(self, place: slice) -> Tokens:
+    def part(self, place: slice) -> RangeTokens:
         """Return some of the tokens."""
         mask = self.key_padding_mask
         rest = (None if t is None else t[:, :, place] for t in (self.dout, self.lse, self.delta, self.dlse))
-        return Tokens(self.start + place.start, self.w[:, :, place], None if mask is None else mask[:, place], *rest)
+        return RangeTokens(
+            self.start + place.start, self.w[:, :, place], None if mask is None else mask[:, place], *rest
+        )
 
-    def chunks(self, size: int) -> Iterator[tuple[slice, Tokens]]:
+    def chunks(self, size: int) -> Iterator[tuple[slice, RangeTokens]]:
         """Yield parts of at most ``size`` tokens, and their places."""
         tokens = self.w.shape[2]
         for first in range(0, tokens, size):
@@ -62,7 +64,7 @@ class Tokens(NamedTuple):
             yield place, self.part(place)
 
 
-class Call(NamedTuple):
+class RectangularCall(NamedTuple):
     """Options of a forward and of its backward.
 
     Attributes:
@@ -89,7 +91,7 @@ class Call(NamedTuple):
     first_head: int = 0
     nheads: int = 0
 
-    def between(self, rows: Tokens, columns: Tokens) -> Call:
+    def between(self, rows: RangeTokens, columns: RangeTokens) -> RectangularCall:
         """Return the same call for these tokens."""
         return self._replace(
             row_mask=rows.key_padding_mask,
@@ -98,16 +100,16 @@ class Call(NamedTuple):
             column_start=columns.start,
         )
 
-    def tokens(self, rows: tuple[Tensor, ...], columns: tuple[Tensor, ...]) -> tuple[Tokens, Tokens]:
+    def tokens(self, rows: tuple[Tensor, ...], columns: tuple[Tensor, ...]) -> tuple[RangeTokens, RangeTokens]:
         """Return the ranges of this call; either has w and, for a backward, dout, lse, delta and dlse."""
         w, *rest = rows
         others, *other_rest = columns
         return (
-            Tokens(self.row_start, w, self.row_mask, *rest),
-            Tokens(self.column_start, others, self.column_mask, *other_rest),
+            RangeTokens(self.row_start, w, self.row_mask, *rest),
+            RangeTokens(self.column_start, others, self.column_mask, *other_rest),
         )
 
 
-def sees(queries: Tokens, keys: Tokens, call: Call) -> bool:
+def sees(queries: RangeTokens, keys: RangeTokens, call: RectangularCall) -> bool:
     """Return whether any of the queries may attend to any of the keys, as far as their places say."""
     return queries.w.shape[2] > 0 and keys.w.shape[2] > 0 and not (call.causal and queries.stop <= keys.start)

@@ -10,20 +10,20 @@ from torch import Tensor
 
 from crate_kernels._core import operator, philox
 from crate_kernels.ops.mssa.rectangular import given
-from crate_kernels.ops.mssa.rectangular.call import Call, Tokens, sees
+from crate_kernels.ops.mssa.rectangular.call import RangeTokens, RectangularCall, sees
 
 # Scores alive at once: 64 MB in fp32, enough that a launch costs nothing beside them.
 _CHUNK_ELEMENTS = 1 << 24
 _DELTA_ROWS = 64  # rows that are multiplied with each other, for the diagonal alone
 
 
-def _chunks(rows: Tokens, columns: Tokens) -> Iterator[tuple[slice, Tokens]]:
+def _chunks(rows: RangeTokens, columns: RangeTokens) -> Iterator[tuple[slice, RangeTokens]]:
     """Yield parts of the rows that make about ``_CHUNK_ELEMENTS`` scores, and their places."""
     batch, nheads = rows.w.shape[:2]
     return rows.chunks(max(1, _CHUNK_ELEMENTS // max(1, batch * nheads * columns.w.shape[2])))
 
 
-def _hide(scores: Tensor, queries: Tokens, keys: Tokens, call: Call) -> Tensor:
+def _hide(scores: Tensor, queries: RangeTokens, keys: RangeTokens, call: RectangularCall) -> Tensor:
     """Return (batch, nheads, queries, keys) scores with -inf where the key is not allowed."""
     if call.causal and queries.start < keys.stop - 1:
         scores = scores.masked_fill(keys.positions > queries.positions[:, None], -torch.inf)
@@ -32,7 +32,7 @@ def _hide(scores: Tensor, queries: Tokens, keys: Tokens, call: Call) -> Tensor:
     return scores
 
 
-def _factor(queries: Tokens, keys: Tokens, call: Call, dtype: torch.dtype) -> Tensor | None:
+def _factor(queries: RangeTokens, keys: RangeTokens, call: RectangularCall, dtype: torch.dtype) -> Tensor | None:
     """Return the dropout factor of each weight (batch, nheads, queries, keys); None without dropout."""
     if call.seed is None:
         return None
@@ -52,7 +52,7 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
-def forward(rows: Tokens, columns: Tokens, call: Call) -> tuple[Tensor, Tensor]:
+def forward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> tuple[Tensor, Tensor]:
     """Return the output and lse of the rows over these columns alone, in fp32 or better."""
     given.forward(rows, columns, call)
     dtype = operator.stat_dtype(rows.w.dtype)
@@ -86,7 +86,7 @@ def delta(dout: Tensor, out: Tensor) -> Tensor:
     return (g @ o.mT).diagonal(dim1=-2, dim2=-1).flatten(2)[:, :, :rows].contiguous()
 
 
-def backward(rows: Tokens, columns: Tokens, call: Call) -> Tensor:
+def backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> Tensor:
     """Return what the columns, as keys and as queries, add to the gradient of the rows, in fp32 or better."""
     given.backward(rows, columns, call)
     dtype = operator.stat_dtype(rows.w.dtype)

@@ -7,18 +7,18 @@ from torch import Tensor
 
 from crate_kernels._cuda.records import DTYPES
 from crate_kernels.ops.mssa import call as whole
-from crate_kernels.ops.mssa.cuda.problem import Range, rows_of, with_access
+from crate_kernels.ops.mssa.cuda.problem import MssaRange, rows_of, with_access
 from crate_kernels.ops.mssa.cuda.problem import of_forward as of_attention
-from crate_kernels.ops.mssa.rectangular.call import Call, Tokens
+from crate_kernels.ops.mssa.rectangular.call import RangeTokens, RectangularCall
 
 
 def _between(
-    rows: Tokens, columns: Tokens, call: Call, out: Tensor, lse: Tensor, more: dict[str, object]
+    rows: RangeTokens, columns: RangeTokens, call: RectangularCall, out: Tensor, lse: Tensor, more: dict[str, object]
 ) -> dict[str, object]:
     """Return the fields of a problem of rows that meet columns; ``more`` are fields of their range."""
     seed = {"seed": call.seed, "dropout_p": call.dropout_p}
-    attention = whole.Call(scale=call.scale, causal=call.causal, **seed)
-    others = Range(
+    attention = whole.MSSACall(scale=call.scale, causal=call.causal, **seed)
+    others = MssaRange(
         keep=call.column_mask,
         count=columns.w.shape[2],
         start=call.column_start,
@@ -31,18 +31,20 @@ def _between(
     return {**found, "others": others}
 
 
-def of_forward(rows: Tokens, columns: Tokens, call: Call, out: Tensor, lse: Tensor) -> dict[str, object]:
+def of_forward(
+    rows: RangeTokens, columns: RangeTokens, call: RectangularCall, out: Tensor, lse: Tensor
+) -> dict[str, object]:
     """Return the fields of the problem of a forward."""
     return _between(rows, columns, call, out, lse, {})
 
 
 def of_delta(dout: Tensor, out: Tensor, delta: Tensor) -> dict[str, object]:
     """Return the fields of the problem of delta alone."""
-    found = of_attention(dout, whole.Call(), out, None)
+    found = of_attention(dout, whole.MSSACall(), out, None)
     return {**found, "g": found["w"], "delta": delta}
 
 
-def of_backward(rows: Tokens, columns: Tokens, call: Call, dw: Tensor) -> dict[str, object]:
+def of_backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall, dw: Tensor) -> dict[str, object]:
     """Return the fields of the problem of a backward."""
     dout, *numbers = rows.gradients()
     lse, delta, dlse = (t.contiguous() for t in numbers)

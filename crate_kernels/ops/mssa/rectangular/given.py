@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import given, operator
-from crate_kernels.ops.mssa.rectangular.call import Call, Tokens
+from crate_kernels.ops.mssa.rectangular.call import RangeTokens, RectangularCall
 
 _BACKWARD = "mssa backward"
 
 
-def _masks(name: str, rows: Tokens, columns: Tokens, call: Call) -> None:
+def _masks(name: str, rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> None:
     given.floating(name, "rows", rows.w, 4)
     given.floating(name, "columns", columns.w, 4)
     batch, nheads, _, head_dim = rows.w.shape
@@ -24,7 +24,7 @@ def _masks(name: str, rows: Tokens, columns: Tokens, call: Call) -> None:
         given.tensor(name, "seed", call.seed, torch.int64, (), device)
 
 
-def forward(rows: Tokens, columns: Tokens, call: Call) -> None:
+def forward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> None:
     """Check the tensors of a forward."""
     _masks("mssa", rows, columns, call)
 
@@ -35,7 +35,7 @@ def delta(dout: Tensor, out: Tensor) -> None:
     given.tensor(_BACKWARD, "out", out, dout.dtype, dout.shape, dout.device)
 
 
-def backward(rows: Tokens, columns: Tokens, call: Call) -> None:
+def backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> None:
     """Check the tensors of a backward."""
     _masks(_BACKWARD, rows, columns, call)
     for side, label in ((rows, ""), (columns, "column_")):

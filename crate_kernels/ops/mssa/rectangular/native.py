@@ -10,16 +10,16 @@ from crate_kernels._native.extension import library
 from crate_kernels.ops.mssa.cuda import plain
 from crate_kernels.ops.mssa.native import check_head_dim
 from crate_kernels.ops.mssa.rectangular import cuda, given
-from crate_kernels.ops.mssa.rectangular.call import Call, Tokens
+from crate_kernels.ops.mssa.rectangular.call import RangeTokens, RectangularCall
 
 
-def _contiguous(call: Call) -> Call:
+def _contiguous(call: RectangularCall) -> RectangularCall:
     """Return the call with contiguous masks."""
     masks = {"row_mask": call.row_mask, "column_mask": call.column_mask}
     return call._replace(**{name: mask.contiguous() for name, mask in masks.items() if mask is not None})
 
 
-def forward(rows: Tokens, columns: Tokens, call: Call) -> tuple[Tensor, Tensor]:
+def forward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> tuple[Tensor, Tensor]:
     """Return the output and lse of the rows over these columns alone."""
     check_head_dim(rows.w)
     out = rows.w.new_empty(rows.w.shape, dtype=torch.float32)
@@ -48,7 +48,7 @@ def delta(dout: Tensor, out: Tensor) -> Tensor:
     return delta
 
 
-def backward(rows: Tokens, columns: Tokens, call: Call) -> Tensor:
+def backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> Tensor:
     """Return what the columns, as keys and as queries, add to the gradient of the rows."""
     check_head_dim(rows.w)
     dw = rows.w.new_empty(rows.w.shape, dtype=torch.float32)

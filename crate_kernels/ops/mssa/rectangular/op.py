@@ -1,8 +1,8 @@
 """The op boundary of the attention of rows to columns.
 
-A kernel module defines forward and backward of two ``Tokens``, and the delta of some rows, which the backward subtracts
-from its own products. Each returns fp32 or better, in the rows' shapes and contiguous: results of several columns are
-added up afterwards.
+A kernel module defines forward and backward of two ``RangeTokens``, and the delta of some rows, which the backward
+subtracts from its own products. Each returns fp32 or better, in the rows' shapes and contiguous: results of several
+columns are added up afterwards.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import backends, given, operator
-from crate_kernels.ops.mssa.rectangular.call import Call, Tokens
+from crate_kernels.ops.mssa.rectangular.call import RangeTokens, RectangularCall
 
 PART = "mssa.rectangular"
 backends.add_part(PART)
 for _function in ("forward", "delta", "backward"):
     backends.PUBLIC[PART, _function] = "mssa"
 _LARGE = 16.0  # |lse| in nats: the backward magnifies what rounding leaves of delta by the size of scores
-_OPTIONS = f"{operator.schema_of(Call)}, str backend"
+_OPTIONS = f"{operator.schema_of(RectangularCall)}, str backend"
 
 
 def _run_forward(*args: Any) -> tuple[Tensor, Tensor]:
-    (rows, columns), call, backend = operator.split(Call, args)
+    (rows, columns), call, backend = operator.split(RectangularCall, args)
     return backends.run(PART, "forward", backend, rows, *call.tokens((rows,), (columns,)), call)
 
 
@@ -33,7 +33,7 @@ def _run_delta(dout: Tensor, out: Tensor, backend: str) -> Tensor:
 
 
 def _run_backward(*args: Any) -> Tensor:
-    tensors, call, backend = operator.split(Call, args)
+    tensors, call, backend = operator.split(RectangularCall, args)
     return backends.run(PART, "backward", backend, tensors[0], *call.tokens(tensors[:5], tensors[5:]), call)
 
 
@@ -62,7 +62,7 @@ def _pairs(queries: int, keys: int, ahead: int) -> int:
 
 def _flops(args: tuple, as_queries: int, as_keys: int) -> int:
     """FLOP of products over what the rows see, and over what sees them; tensors among ``args`` are their shapes."""
-    shapes, call, _ = operator.split(Call, args)
+    shapes, call, _ = operator.split(RectangularCall, args)
     (batch, nheads, rows, head_dim), columns = shapes[0], shapes[len(shapes) // 2][2]
     ahead = call.row_start - call.column_start
     every = rows * columns
@@ -90,7 +90,7 @@ mssa_rectangular_bwd = operator.define(
 )
 
 
-def forward(rows: Tokens, columns: Tokens, call: Call, backend: str) -> tuple[Tensor, Tensor]:
+def forward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall, backend: str) -> tuple[Tensor, Tensor]:
     """Return the output and lse of the rows over these columns alone; a row without a key gives 0 and -inf."""
     return mssa_rectangular_fwd(rows.w, columns.w, *call.between(rows, columns), backend)
 
@@ -104,7 +104,7 @@ def rounded(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 
 
 def delta(
-    w: Tensor, dout: Tensor, out: Tensor, lse: Tensor, call: Call, backend: str, low: Tensor | None = None
+    w: Tensor, dout: Tensor, out: Tensor, lse: Tensor, call: RectangularCall, backend: str, low: Tensor | None = None
 ) -> Tensor:
     """Return the product of each row of ``dout`` with the same row of ``out + low``, which the backward subtracts.
 
@@ -130,7 +130,7 @@ def delta(
     return torch.where(is_own, factor * product + (g * rest).sum(-1), another)
 
 
-def backward(rows: Tokens, columns: Tokens, call: Call, backend: str) -> Tensor:
+def backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall, backend: str) -> Tensor:
     """Return what the columns, as keys and as queries, add to the gradient of the rows."""
     own, others = rows.gradients(), columns.gradients()
     return mssa_rectangular_bwd(rows.w, *own, columns.w, *others, *call.between(rows, columns), backend)

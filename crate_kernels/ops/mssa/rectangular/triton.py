@@ -21,14 +21,14 @@ from torch import Tensor
 from crate_kernels._triton import launch
 from crate_kernels.ops.mssa import call as whole
 from crate_kernels.ops.mssa.rectangular import given
-from crate_kernels.ops.mssa.rectangular.call import Call, Tokens
+from crate_kernels.ops.mssa.rectangular.call import RangeTokens, RectangularCall
 from crate_kernels.ops.mssa.splits import cdiv
 from crate_kernels.ops.mssa.triton import tables, tile
 from crate_kernels.ops.mssa.triton.delta import _mssa_bwd_delta_kernel
 from crate_kernels.ops.mssa.triton.head import Scores, find_head, largest, tokens_of
 from crate_kernels.ops.mssa.triton.launch import HeadSizes, strided
 from crate_kernels.ops.mssa.triton.rows import empty_state, finish, walk_keys
-from crate_kernels.ops.mssa.triton.terms import Inputs, Terms, load_block, walk
+from crate_kernels.ops.mssa.triton.terms import BackwardInputs, GradientTerms, load_block, walk
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _scores_of_range(head, length, start, count, first_head, all_heads, mask_ptr
 @triton.jit
 def _numbered_from(first, tokens):
     """Return tokens of which the first has the number ``first``."""
-    return tile.Tokens(tokens.ptr - first.to(tl.int64) * tokens.stride_s, tokens.stride_s, tokens.stride_d)
+    return tile.TokenRows(tokens.ptr - first.to(tl.int64) * tokens.stride_s, tokens.stride_s, tokens.stride_d)
 
 
 _SIZES = ["nheads", "rows", "columns", "offset", "start", "first_head", "all_heads"]
@@ -89,7 +89,7 @@ def _mssa_rectangular_bwd_kernel(
     head = find_head(pid // num_j, nheads, rows)
     at = head.row
     dlse_at = dlse_ptr + at if TERMS.HAS_DLSE else lse_ptr
-    own = Inputs(tokens_of(head, w), tokens_of(head, g), lse_ptr + at, lse_ptr + at, delta_ptr + at, dlse_at)
+    own = BackwardInputs(tokens_of(head, w), tokens_of(head, g), lse_ptr + at, lse_ptr + at, delta_ptr + at, dlse_at)
     end = offset + rows
     scores = _scores_of_range(head, end, start, rows, first_head, all_heads, row_mask_ptr, call, FORM)
     own = load_block(own, scores, start_j, rows, BLOCK_J, FORM, TERMS, offset)
@@ -97,7 +97,7 @@ def _mssa_rectangular_bwd_kernel(
     at = find_head(pid // num_j, nheads, columns).row
     w, g = tokens_of(head, others), tokens_of(head, other_g)
     dlse_at = other_dlse_ptr + at if TERMS.HAS_DLSE else other_lse_ptr
-    inputs = Inputs(w, g, other_lse_ptr + at, factor_ptr + at, other_delta_ptr + at, dlse_at)
+    inputs = BackwardInputs(w, g, other_lse_ptr + at, factor_ptr + at, other_delta_ptr + at, dlse_at)
     scores = _scores_of_range(head, columns, start, columns, first_head, all_heads, call.mask_ptr, call, FORM)
     extent = 0.0
     if TERMS.DERIVED:
@@ -109,13 +109,13 @@ def _mssa_rectangular_bwd_kernel(
     tile.store(tokens_of(head, dw), acc, offs_j, offs_j < rows, FORM)
 
 
-def _sizes(columns: Tensor, mask: Tensor | None, call: Call, causal: bool) -> HeadSizes:
+def _sizes(columns: Tensor, mask: Tensor | None, call: RectangularCall, causal: bool) -> HeadSizes:
     """Return the sizes of a call whose sequences are the columns."""
-    options = whole.Call(mask, seed=call.seed, causal=causal, scale=call.scale, dropout_p=call.dropout_p)
+    options = whole.MSSACall(mask, seed=call.seed, causal=causal, scale=call.scale, dropout_p=call.dropout_p)
     return HeadSizes(columns, options)
 
 
-def _arguments(sizes: HeadSizes, rows: Tensor, call: Call) -> dict[str, Any]:
+def _arguments(sizes: HeadSizes, rows: Tensor, call: RectangularCall) -> dict[str, Any]:
     """Return what both kernels take: the sizes and the call."""
     return {
         "nheads": sizes.nheads,
@@ -132,7 +132,7 @@ def _arguments(sizes: HeadSizes, rows: Tensor, call: Call) -> dict[str, Any]:
 _MASKED_KEYS = 64  # keys per tile where masks cut: they take registers that wider tiles do not leave
 
 
-def forward(rows: Tokens, columns: Tokens, call: Call) -> tuple[Tensor, Tensor]:
+def forward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> tuple[Tensor, Tensor]:
     """Return ``out`` and ``lse`` of the rows over these columns alone, in fp32."""
     given.forward(rows, columns, call)
     w, mask = rows.w, columns.key_padding_mask
@@ -163,7 +163,7 @@ def forward(rows: Tokens, columns: Tokens, call: Call) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _mask(tokens: Tokens) -> Tensor:
+def _mask(tokens: RangeTokens) -> Tensor:
     """Return which tokens are kept as keys."""
     mask = tokens.key_padding_mask
     if mask is None:
@@ -180,7 +180,7 @@ def delta(dout: Tensor, out: Tensor) -> Tensor:
     delta = dout.new_empty(dout.shape[:3], dtype=torch.float32)
     if delta.numel() == 0:
         return delta
-    sizes = HeadSizes(dout, whole.Call())
+    sizes = HeadSizes(dout, whole.MSSACall())
     num_m = sizes.blocks(_DELTA_ROWS)
     with launch.guard(dout.device):
         launch.run(
@@ -204,7 +204,7 @@ def delta(dout: Tensor, out: Tensor) -> Tensor:
 _MASKED_ROWS = 32  # rows per tile where masks cut, and with dropout
 
 
-def backward(rows: Tokens, columns: Tokens, call: Call) -> Tensor:
+def backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> Tensor:
     """Return what the columns, as keys and as queries, add to the gradient of the rows, in fp32."""
     given.backward(rows, columns, call)
     w, (dout, lse, delta, dlse) = rows.w, rows.gradients()
@@ -266,7 +266,7 @@ def backward(rows: Tokens, columns: Tokens, call: Call) -> Tensor:
             **numbers,
             num_j=num_j,
             FORM=form._replace(APART=True),
-            TERMS=Terms(VALUES=True, SCORES=True, PRODUCTS=True, HAS_DLSE=apart, DERIVED=derived),
+            TERMS=GradientTerms(VALUES=True, SCORES=True, PRODUCTS=True, HAS_DLSE=apart, DERIVED=derived),
             **config,
         )
     return dw

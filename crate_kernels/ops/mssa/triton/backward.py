@@ -27,14 +27,14 @@ from torch import Tensor
 from crate_kernels._core import operator
 from crate_kernels._triton import jit, launch
 from crate_kernels.ops.mssa import given
-from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.splits import cdiv
 from crate_kernels.ops.mssa.triton import symmetric, tables, tile
 from crate_kernels.ops.mssa.triton.delta import _mssa_bwd_delta_kernel
 from crate_kernels.ops.mssa.triton.divided import _mssa_bwd_divide_kernel
 from crate_kernels.ops.mssa.triton.head import find_head, largest, scores_of, tokens_of
 from crate_kernels.ops.mssa.triton.launch import HeadSizes, strided
-from crate_kernels.ops.mssa.triton.terms import Inputs, Terms, load_block, walk
+from crate_kernels.ops.mssa.triton.terms import BackwardInputs, GradientTerms, load_block, walk
 
 
 @triton.jit
@@ -44,11 +44,11 @@ def _write_block(inputs, dw, scores, extent, start_j, BLOCK_J: tl.constexpr, FOR
     acc = tile.zeros(BLOCK_J, FORM)  # (BLOCK_J, HEAD_DIM)
     if TERMS.SELECT:
         # Add up selected values first: the threshold is exact as a factor of the sum, and rounded as a weight.
-        SELECTED: tl.constexpr = Terms(VALUES=True, SELECT=True)
+        SELECTED: tl.constexpr = GradientTerms(VALUES=True, SELECT=True)
         acc = walk(acc, own, inputs, scores, extent, start_j, BLOCK_J, FORM, SELECTED)
         acc = tile.scale(acc, tl.zeros((BLOCK_J,), tl.float32) + scores.call.threshold)
         if TERMS.SCORES:
-            REST: tl.constexpr = Terms(SCORES=True, HAS_DLSE=True)
+            REST: tl.constexpr = GradientTerms(SCORES=True, HAS_DLSE=True)
             acc = walk(acc, own, inputs, scores, extent, start_j, BLOCK_J, FORM, REST)
     else:
         acc = walk(acc, own, inputs, scores, extent, start_j, BLOCK_J, FORM, TERMS)
@@ -103,12 +103,12 @@ def _mssa_bwd_kernel(
     pid = tl.program_id(0)
     pid_j = pid % num_j
     head = find_head(pid // num_j, nheads, seqlen, total, call.cu_seqlens_ptr, FORM.PACKED)
-    every = tile.Tokens(dw.ptr + head.h.to(tl.int64) * dw.stride_h, dw.stride_s, dw.stride_d)
+    every = tile.TokenRows(dw.ptr + head.h.to(tl.int64) * dw.stride_h, dw.stride_s, dw.stride_d)
     w, dw = tokens_of(head, w), tokens_of(head, dw)
     g = tokens_of(head, g) if TERMS.VALUES else w
     dlse_at = dlse_ptr + head.row if TERMS.HAS_DLSE else lse_ptr
     at = head.row
-    inputs = Inputs(w, g, lse_ptr + at, factor_ptr + at, delta_ptr + at, dlse_at)
+    inputs = BackwardInputs(w, g, lse_ptr + at, factor_ptr + at, delta_ptr + at, dlse_at)
     scores = scores_of(head, seqlen, call, FORM)
     extent = 0.0
     if TERMS.DERIVED:
@@ -148,7 +148,7 @@ def _by_head(tokens: Tensor) -> Tensor:
     return tokens.new_empty(nheads, total, head_dim).transpose(0, 1)
 
 
-def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: Call) -> Tensor:
+def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: MSSACall) -> Tensor:
     """Return the gradient of ``w``; ``dout`` or ``dlse`` is None where that output got no gradient."""
     given.backward(dout, dlse, w, out, lse, call)
     select = call.threshold is not None
@@ -231,7 +231,7 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
             BLOCK_J=block_j,
             TAIL_J=sizes.tail(block_j),
             FORM=form,
-            TERMS=Terms(dout is not None, scores, products, dlse is not None, selects, derived, symmetric_form),
+            TERMS=GradientTerms(dout is not None, scores, products, dlse is not None, selects, derived, symmetric_form),
             **config,
         )
     return dw.to(dtype)

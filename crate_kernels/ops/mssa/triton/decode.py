@@ -32,7 +32,7 @@ from crate_kernels.ops.mssa.triton.launch import magnitude, strided
 from crate_kernels.ops.mssa.triton.rows import LOG2_E, attend_tiles, empty_state, finish
 
 
-class Step(NamedTuple):
+class DecodeStep(NamedTuple):
     """The options of a step, and the results of stretches: part (heads, splits, new, HEAD_DIM) and its lse."""
 
     part_ptr: Any
@@ -63,7 +63,7 @@ def _space(step, batch, new, capacity):
 def _stretch(step, head, split, splits, new, HEAD_DIM: tl.constexpr):
     """Return the result of a head over a stretch: its tokens, and the pointer to its lse."""
     first = (head.number.to(tl.int64) * splits + split) * new
-    return tile.Tokens(step.part_ptr + first * HEAD_DIM, HEAD_DIM, 1), step.part_lse_ptr + first
+    return tile.TokenRows(step.part_ptr + first * HEAD_DIM, HEAD_DIM, 1), step.part_lse_ptr + first
 
 
 # Sizes vary per call: do not specialise on them.
@@ -96,7 +96,7 @@ def _mssa_decode_kernel(
         whole, stop = key_range(scores, start_m, BLOCK_M, NEW)
         state = attend_tiles(state, w_m, w, scores, offs_m, 0, whole, "online", False, NEW)
         state = attend_tiles(state, w_m, w, scores, offs_m, whole, stop, "online", True, NEW)
-        end = tile.Tokens(cached.ptr + length.to(tl.int64) * cached.stride_s, cached.stride_s, cached.stride_d)
+        end = tile.TokenRows(cached.ptr + length.to(tl.int64) * cached.stride_s, cached.stride_s, cached.stride_d)
         tile.store(end, w_m, offs_m, offs_m < appended, CACHED)
 
     part, part_lse_ptr = _stretch(step, head, split, splits, new, CACHED.HEAD_DIM)
@@ -160,7 +160,7 @@ def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[
     heads, num_m = batch * nheads, cdiv(new, block_m)
     processors = config.pop("RESIDENT") * launch.multiprocessors(w.device)
     splits = choose_splits(heads * num_m, processors, cdiv(call.bound, block_n))
-    step = Step(
+    step = DecodeStep(
         part_ptr=w.new_empty(heads, splits, new, head_dim, dtype=torch.float32),
         part_lse_ptr=w.new_empty(heads, splits, new, dtype=torch.float32),
         lengths_ptr=lengths,

@@ -20,7 +20,7 @@ from torch import Tensor
 from crate_kernels._core import operator
 from crate_kernels._triton import jit, launch
 from crate_kernels.ops.mssa import given
-from crate_kernels.ops.mssa.call import Call, empty_lse
+from crate_kernels.ops.mssa.call import MSSACall, empty_lse
 from crate_kernels.ops.mssa.triton import tables, tile
 from crate_kernels.ops.mssa.triton.head import find_head, form_of, largest, scores_of, tokens_of
 from crate_kernels.ops.mssa.triton.launch import HeadSizes, strided
@@ -54,7 +54,7 @@ def _mssa_fwd_kernel(
     # Causal: begin with the longest rows, which else would run last and alone.
     pid_m = num_m - 1 - pid % num_m if FORM.CAUSAL else pid % num_m
     head = find_head(pid // num_m, nheads, seqlen, total, call.cu_seqlens_ptr, FORM.PACKED)
-    every = tile.Tokens(out.ptr + head.h.to(tl.int64) * out.stride_h, out.stride_s, out.stride_d)
+    every = tile.TokenRows(out.ptr + head.h.to(tl.int64) * out.stride_h, out.stride_s, out.stride_d)
     w, out = tokens_of(head, w), tokens_of(head, out)
     lse_ptr += head.row
     scores = scores_of(head, seqlen, call, FORM)
@@ -79,7 +79,7 @@ def _mssa_fwd_kernel(
 _MASKED_KEYS = 64  # keys per tile where masks cut: they take registers that wider tiles do not leave
 
 
-def forward(w: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def forward(w: Tensor, call: MSSACall) -> tuple[Tensor, Tensor]:
     """Return ``out`` and ``lse``; shapes as in the public function."""
     given.forward(w, call)
     out, lse = operator.empty_out(w), empty_lse(w)

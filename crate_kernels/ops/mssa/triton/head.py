@@ -14,7 +14,7 @@ import triton.language as tl
 
 from crate_kernels._triton import jit
 from crate_kernels.ops.mssa.triton import tile
-from crate_kernels.ops.mssa.triton.tile import Tokens
+from crate_kernels.ops.mssa.triton.tile import TokenRows
 
 
 class Options(NamedTuple):
@@ -34,10 +34,10 @@ class Options(NamedTuple):
     threshold: Any
 
 
-class Form(NamedTuple):
+class KernelForm(NamedTuple):
     """The constants of a kernel that attends."""
 
-    HEAD_DIM: int  # and the parts of a tile, as Dims
+    HEAD_DIM: int  # and the parts of a tile, as HeadDims
     FIRST: tuple[int, ...]
     WIDTHS: tuple[int, ...]
     PRECISION: str = "ieee"  # of products of fp32
@@ -52,13 +52,13 @@ class Form(NamedTuple):
     APART: bool = False  # rows and keys are two ranges of a sequence: rows may precede all keys, or follow them
 
     @property
-    def unmasked(self) -> Form:
+    def unmasked(self) -> KernelForm:
         """The form without what depends on a query and its key: a kernel that all such calls share."""
         return self._replace(CAUSAL=False, PADDED=False, DROPOUT=False, NEGATIVE=False)
 
 
 # The host takes as long to make one anew as to launch a kernel.
-form_of = functools.lru_cache(maxsize=1024)(Form)
+form_of = functools.lru_cache(maxsize=1024)(KernelForm)
 
 
 class Head(NamedTuple):
@@ -97,7 +97,7 @@ def tokens_of(head, tensor):
     """Return the tokens of a head in a tensor."""
     batch, h, start = head.batch.to(tl.int64), head.h.to(tl.int64), head.start.to(tl.int64)
     first = tensor.ptr + batch * tensor.stride_b + h * tensor.stride_h + start * tensor.stride_s
-    return Tokens(first, tensor.stride_s, tensor.stride_d)
+    return TokenRows(first, tensor.stride_s, tensor.stride_d)
 
 
 @triton.jit

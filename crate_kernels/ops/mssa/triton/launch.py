@@ -12,9 +12,9 @@ from torch import Tensor
 
 from crate_kernels._triton import launch
 from crate_kernels._triton.jit import Strided
-from crate_kernels.ops.mssa.call import Call
+from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.splits import cdiv
-from crate_kernels.ops.mssa.triton.head import Form, Options, form_of
+from crate_kernels.ops.mssa.triton.head import KernelForm, Options, form_of
 from crate_kernels.ops.mssa.triton.tile import split_dims
 
 
@@ -29,7 +29,7 @@ class HeadSizes:
         total: packed rows; 0 for a batch.
     """
 
-    def __init__(self, w: Tensor, call: Call) -> None:
+    def __init__(self, w: Tensor, call: MSSACall) -> None:
         self.call, self.dtype = call, w.dtype
         self.nheads, self.head_dim = w.shape[1], w.shape[-1]
         if call.cu_seqlens is None:
@@ -47,7 +47,7 @@ class HeadSizes:
         rest = self.seqlen % size
         return size if self.call.packed or not rest else min(max(1 << (rest - 1).bit_length(), 16), size)
 
-    def form(self, block: int, tail: int, softmax: str = "online") -> Form:
+    def form(self, block: int, tail: int, softmax: str = "online") -> KernelForm:
         """Return the constants of the kernels that walk over tiles of ``block`` rows, of ``tail`` where masks cut."""
         call = self.call
         # Products of fp32 hold all of a part's channels in each thread: 128 of them leave too few registers.

@@ -18,7 +18,7 @@ from crate_kernels._triton.jit import rounded_product
 from crate_kernels.ops.mssa.triton import tile
 from crate_kernels.ops.mssa.triton.head import Scores, allowed, kept, signed_products
 from crate_kernels.ops.mssa.triton.rows import LOG2_E
-from crate_kernels.ops.mssa.triton.tile import Tokens
+from crate_kernels.ops.mssa.triton.tile import TokenRows
 
 # exp(s) is then finite, as no s is above its L, and a weight that underflows on the way below 2^-62.
 EXTENT = tl.constexpr(44.0)
@@ -30,7 +30,7 @@ def shared_factor(lse):
     return tl.exp2(tl.minimum(-lse, EXTENT) * LOG2_E)
 
 
-class Terms(NamedTuple):
+class GradientTerms(NamedTuple):
     """The terms of the gradient that a walk adds up."""
 
     VALUES: bool = False  # P g
@@ -42,18 +42,18 @@ class Terms(NamedTuple):
     SYMMETRIC: bool = False  # gradients are divided by their rows' sums, where that is exact: symmetric.py
 
 
-class Inputs(NamedTuple):
+class BackwardInputs(NamedTuple):
     """Tensors that the backward of a head reads, from its first row on."""
 
-    w: Tokens
-    g: Tokens
+    w: TokenRows
+    g: TokenRows
     lse_ptr: tl.tensor
     factor_ptr: tl.tensor  # exp(-L); with SELECT the largest product
     delta_ptr: tl.tensor  # with SELECT what a weight is compared with
     dlse_ptr: tl.tensor
 
 
-class Block(NamedTuple):
+class OwnRows(NamedTuple):
     """The rows j that a program owns."""
 
     scores: Scores  # of those that see them
@@ -99,7 +99,7 @@ def load_block(
     w = tile.load(inputs.w, offs, offs >= 0, FORM)
     g = tile.load(inputs.g, offs, offs >= 0, FORM) if TERMS.PRODUCTS else w
     lse, delta, dlse = _load_numbers(inputs, offs, length, True, False, TERMS)
-    return Block(scores=scores, offs=offs + offset, w=w, g=g, lse=lse, delta=delta, dlse=dlse)
+    return OwnRows(scores=scores, offs=offs + offset, w=w, g=g, lse=lse, delta=delta, dlse=dlse)
 
 
 @triton.jit

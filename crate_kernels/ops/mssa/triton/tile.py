@@ -4,9 +4,9 @@ A tile is (rows, head_dim). Triton's widths are powers of two, and a head_dim of
 therefore a tuple of up to four parts, 48 = 32 + 16, and a product over channels is a sum over parts. A matrix product
 needs parts of at least 16 channels.
 
-Triton's compiler keeps a record constant only where it is assigned as ``tl.constexpr``: records of constants (Dims,
-Form, Terms) are apart from records of tensors (Tokens, Head, Scores, ...). Its cache of compiled kernels is keyed by
-the records that a kernel takes, not by those that it makes: do not change the default of a field.
+Triton's compiler keeps a record constant only where it is assigned as ``tl.constexpr``: records of constants (HeadDims,
+KernelForm, GradientTerms) are apart from records of tensors (TokenRows, Head, Scores, ...). Its cache of compiled
+kernels is keyed by the records that a kernel takes, not by those that it makes: do not change the default of a field.
 
 Of a record that a kernel takes as a constant, Triton 3.6 passes on numbers only: pass the record, not its other fields.
 """
@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 
-class Tokens(NamedTuple):
+class TokenRows(NamedTuple):
     """The tokens of one head: a pointer to the first, and the strides of tokens and of channels."""
 
     ptr: tl.tensor
@@ -32,7 +32,7 @@ class Tokens(NamedTuple):
     stride_d: tl.tensor
 
 
-class Dims(NamedTuple):
+class HeadDims(NamedTuple):
     """The channels of a head, and the first channel and the width of each part of a tile."""
 
     HEAD_DIM: int
@@ -41,7 +41,7 @@ class Dims(NamedTuple):
 
 
 @functools.cache
-def split_dims(head_dim: int, widest: int = 256) -> Dims:
+def split_dims(head_dim: int, widest: int = 256) -> HeadDims:
     """Split head_dim, padded to a multiple of 16 (of 32 above 128), into powers of two up to ``widest``.
 
     Three at most with the default: 240 would need four, hence the coarser padding of wide heads; 256 is one part.
@@ -54,7 +54,7 @@ def split_dims(head_dim: int, widest: int = 256) -> Dims:
         first += (sum(widths),)
         widths += (min(1 << (left.bit_length() - 1), widest),)
         left -= widths[-1]
-    return Dims(head_dim, first, widths)
+    return HeadDims(head_dim, first, widths)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from crate_kernels._triton.table import Row
+from crate_kernels._triton.table import LaunchRow
 from crate_kernels._triton.tune import Prepared, Workload
 from crate_kernels.ops.mssa import composite
 from crate_kernels.ops.mssa import triton as kernels
@@ -46,9 +46,9 @@ def workloads() -> list[Workload]:
     found = []
     for head_dim, causal in itertools.product((64, 128), (False, True)):
         for seqlen, bucket in ((197, 256), (1024, 1024), (4096, None)):
-            row = Row({}, head_dim, bucket, causal, half=True)
+            row = LaunchRow({}, head_dim, bucket, causal, half=True)
             found.append(Workload(tables.FORWARD, row, dense(kernels, seqlen, head_dim, causal, gradient=False)))
             found.append(Workload(tables.BACKWARD, row, dense(kernels, seqlen, head_dim, causal, gradient=True)))
     for head_dim in (64, 128):
-        found.append(Workload(tables.DECODE, Row({}, head_dim, 16, half=True), _decode(8192, head_dim)))
+        found.append(Workload(tables.DECODE, LaunchRow({}, head_dim, 16, half=True), _decode(8192, head_dim)))
     return found

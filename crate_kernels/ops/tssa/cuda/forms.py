@@ -12,19 +12,19 @@ from torch import Tensor
 
 from crate_kernels._core import backends
 from crate_kernels._cuda import launch
-from crate_kernels._cuda.launch import Gpu, Shape
+from crate_kernels._cuda.launch import LaunchDevice, Shape
 from crate_kernels._cuda.records import DTYPES
-from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.cuda import persistent
 from crate_kernels.ops.tssa.cuda.names import CAUSAL, FULL, resident
-from crate_kernels.ops.tssa.cuda.parameters import Backward, Forward, Problem, in_vectors, problem
+from crate_kernels.ops.tssa.cuda.parameters import TssaBackward, TssaForward, TssaProblem, in_vectors, problem
 from crate_kernels.ops.tssa.cuda.persistent import Persistent
 
 _CHUNK_THREADS = 256
 _CAUSAL_TILE, _BACK_TILE, _BACK_MARK = 8, 4, 8  # tokens, as in causal.cuh and causal_backward.cuh
 
 
-class Form(NamedTuple):
+class LaunchForm(NamedTuple):
     """One way to launch a call.
 
     Attributes:
@@ -54,17 +54,17 @@ def _bytes(*counts: int) -> int:
     return sum(-(-count // 4) * 16 for count in counts)
 
 
-def _scratch(p: Problem, threads: int) -> int:
+def _scratch(p: TssaProblem, threads: int) -> int:
     """Return the bytes of tssa_scratch of shared.cuh."""
     return max(32 * threads, -(-(threads // 32 * p.nheads * 8) // 16) * 16)
 
 
-def _reciprocals(p: Problem, backward: bool) -> int:
+def _reciprocals(p: TssaProblem, backward: bool) -> int:
     """Return the numbers per channel of tssa_reciprocals, which the forward divides by."""
     return 2 if not backward and p.dtype == DTYPES[torch.float32] else 1
 
 
-def _resident_bytes(p: Problem, itemsize: int, rows: int, threads: int, backward: bool) -> int:
+def _resident_bytes(p: TssaProblem, itemsize: int, rows: int, threads: int, backward: bool) -> int:
     """Return the bytes of TssaResident."""
     copies, sums = 2 if backward else 1, p.width + p.nheads
     tokens = -(-itemsize * rows * p.width // 16) * 16
@@ -73,25 +73,25 @@ def _resident_bytes(p: Problem, itemsize: int, rows: int, threads: int, backward
     return copies * (tokens + _bytes(rows * p.nheads)) + numbers + _scratch(p, threads)
 
 
-def _causal_bytes(p: Problem, count: int) -> int:
+def _causal_bytes(p: TssaProblem, count: int) -> int:
     """Return the bytes of TssaCausalShared."""
     vectors, pairs = p.width // count, _CAUSAL_TILE * p.nheads
     return _bytes(p.width, p.width, vectors, _CAUSAL_TILE * vectors, 2 * pairs, pairs)
 
 
-def causal_backward_bytes(p: Problem, count: int, logits: bool) -> int:
+def causal_backward_bytes(p: TssaProblem, count: int, logits: bool) -> int:
     """Return the bytes of TssaCausalBackwardShared."""
     vectors, marks, tile = p.width // count, (p.chunk_size - 1) // _BACK_MARK, _BACK_TILE * logits
     kept = marks * p.width, marks * p.width, marks * vectors, p.width * logits, p.width * logits
     return _bytes(*kept, tile * p.width, 3 * tile * vectors, 4 * tile * p.nheads, p.nheads, p.nheads)
 
 
-def _cut(p: Problem, chunk_size: int) -> None:
+def _cut(p: TssaProblem, chunk_size: int) -> None:
     p.chunk_size = max(chunk_size, 1)
     p.nchunks = max(1, -(-p.seqlen // p.chunk_size))
 
 
-def _on_chip(p: Problem, access: str, itemsize: int, backward: bool, gpu: Gpu) -> Form | None:
+def _on_chip(p: TssaProblem, access: str, itemsize: int, backward: bool, gpu: LaunchDevice) -> LaunchForm | None:
     """Return the form of tokens on chip; None if they do not fit.
 
     Starts from the smallest cluster that holds them. Doubles it while a block takes more than half of a
@@ -106,14 +106,14 @@ def _on_chip(p: Problem, access: str, itemsize: int, backward: bool, gpu: Gpu) -
         shared_bytes = _resident_bytes(p, itemsize, rows, threads, backward)
         if shared_bytes > limit:
             continue
-        form = Form(access, threads, shared_bytes, cluster)
+        form = LaunchForm(access, threads, shared_bytes, cluster)
         spread = 2 * shared_bytes > limit or 2 * p.nsequences * cluster <= gpu.multiprocessors
         if not spread or rows < 32:
             break
     return form
 
 
-def _in_chunks(p: Problem, access: str, itemsize: int, backward: bool, gpu: Gpu) -> Form:
+def _in_chunks(p: TssaProblem, access: str, itemsize: int, backward: bool, gpu: LaunchDevice) -> LaunchForm:
     """Cut the tokens into chunks of 32 to 256, so that every multiprocessor gets four blocks, and of at most 48 kB.
 
     Some steps read a chunk twice, and the chunks of a few hundred blocks should then still be in the caches.
@@ -122,10 +122,10 @@ def _in_chunks(p: Problem, access: str, itemsize: int, backward: bool, gpu: Gpu)
     cached = 48 * 1024 // (p.width * itemsize * (2 if backward else 1)) // 16 * 16
     _cut(p, min(min(max(-(-share // 16) * 16, 32), 256), max(cached, 16)))
     shared_bytes = _scratch(p, _CHUNK_THREADS) + (_reciprocals(p, backward) * p.width + p.nheads) * 4
-    return Form(access, _CHUNK_THREADS, shared_bytes, cuts=p.nchunks)
+    return LaunchForm(access, _CHUNK_THREADS, shared_bytes, cuts=p.nchunks)
 
 
-def _full_form(p: Problem, w: Tensor, dout: Tensor | None, gpu: Gpu) -> Form:
+def _full_form(p: TssaProblem, w: Tensor, dout: Tensor | None, gpu: LaunchDevice) -> LaunchForm:
     """Choose the form of a call of the full form.
 
     Tokens are on chip if they fit, and if either this ends before further launches would have begun (256 kB) or at most
@@ -139,7 +139,7 @@ def _full_form(p: Problem, w: Tensor, dout: Tensor | None, gpu: Gpu) -> Form:
         p.lanes *= 2
     form = _on_chip(p, access, w.itemsize, backward, gpu) if vectors else None
     if form is not None and form.cluster > 1:
-        kernel = launch.function(resident(access, backward), w.device, (Backward if backward else Forward,))
+        kernel = launch.function(resident(access, backward), w.device, (TssaBackward if backward else TssaForward,))
         blocks = max(p.nsequences, 1) * form.cluster
         if not gpu.active_clusters(kernel, Shape(blocks, form.threads, form.shared_bytes, form.cluster)):
             form = None
@@ -150,7 +150,7 @@ def _full_form(p: Problem, w: Tensor, dout: Tensor | None, gpu: Gpu) -> Form:
     return _in_chunks(p, access, w.itemsize, backward, gpu)
 
 
-def _causal_form(p: Problem, w: Tensor, dout: Tensor | None, gpu: Gpu) -> Form:
+def _causal_form(p: TssaProblem, w: Tensor, dout: Tensor | None, gpu: LaunchDevice) -> LaunchForm:
     """Choose the form of a call of the causal form.
 
     A sequence stays one chunk if it is short, or, in the forward, if there are enough sequences to fill the device.
@@ -171,20 +171,22 @@ def _causal_form(p: Problem, w: Tensor, dout: Tensor | None, gpu: Gpu) -> Form:
             shared_bytes = causal_backward_bytes(p, count, logits=True)
             if shared_bytes <= gpu.shared_limit:
                 break
-    return Form(access, threads, shared_bytes, cuts=p.nchunks if p.nchunks > 1 else 0)
+    return LaunchForm(access, threads, shared_bytes, cuts=p.nchunks if p.nchunks > 1 else 0)
 
 
 def _persistent_form(
-    p: Problem, w: Tensor, dout: Tensor | None, statistics: tuple[Tensor, ...], call: Call, gpu: Gpu
-) -> Form | None:
+    p: TssaProblem, w: Tensor, dout: Tensor | None, statistics: tuple[Tensor, ...], call: TSSACall, gpu: LaunchDevice
+) -> LaunchForm | None:
     """Return the form of a call that a persistent kernel takes."""
     found = persistent.taken(p, w, dout, statistics, call, gpu)
-    return found and Form("", found.shape.threads, found.shape.shared_bytes, found.shape.cluster, persistent=found)
+    return found and LaunchForm(
+        "", found.shape.threads, found.shape.shared_bytes, found.shape.cluster, persistent=found
+    )
 
 
 def choose(
-    w: Tensor, dout: Tensor | None, call: Call, causal: bool, statistics: tuple[Tensor, ...] = ()
-) -> tuple[Problem, Form]:
+    w: Tensor, dout: Tensor | None, call: TSSACall, causal: bool, statistics: tuple[Tensor, ...] = ()
+) -> tuple[TssaProblem, LaunchForm]:
     """Return the sizes of a call, cut into chunks, and its form; ``dout`` is None in a forward.
 
     ``statistics``: the energies and moments that a backward of the full form reads.

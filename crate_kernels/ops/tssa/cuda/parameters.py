@@ -9,23 +9,23 @@ from torch import Tensor
 
 from crate_kernels._core.given import contiguous
 from crate_kernels._cuda.records import DTYPES, POINTER, Record
-from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.call import TSSACall
 
 
-class Tokens(Record):
+class TssaTokens(Record):
     """A tensor of tokens, by its strides in elements."""
 
     cpp = "TssaTokens"
     _fields_ = (("data", POINTER), *((name, c_int64) for name in ("sequence", "head", "token", "channel")))
 
 
-class Mask(Tokens):
+class TssaMask(TssaTokens):
     """A byte for each token; null: every token is kept."""
 
     cpp = "TssaMask"
 
 
-class Problem(Record):
+class TssaProblem(Record):
     """The options and sizes of a call."""
 
     cpp = "TssaProblem"
@@ -41,7 +41,7 @@ class Problem(Record):
         ("lanes", c_int),
         ("total", c_int64),
         ("cu_seqlens", POINTER),
-        ("mask", Mask),
+        ("mask", TssaMask),
         ("seed", POINTER),
         ("keep_from", c_uint64),
         ("keep_factor", c_float),
@@ -53,8 +53,8 @@ class Problem(Record):
 
 class _Pass(Record):
     _fields_ = (
-        ("problem", Problem),
-        ("w", Tokens),
+        ("problem", TssaProblem),
+        ("w", TssaTokens),
         ("membership", POINTER),
         ("energy", POINTER),
         ("moment", POINTER),
@@ -65,12 +65,12 @@ class _Pass(Record):
     )
 
 
-class Forward(_Pass):
+class TssaForward(_Pass):
     """A forward; ``state_*`` and ``lengths`` are of a cache."""
 
     cpp = "TssaForward"
     _fields_ = (
-        ("out", Tokens),
+        ("out", TssaTokens),
         ("state_energy", POINTER),
         ("state_moment", POINTER),
         ("state_mass", POINTER),
@@ -78,13 +78,13 @@ class Forward(_Pass):
     )
 
 
-class Backward(_Pass):
+class TssaBackward(_Pass):
     """A backward."""
 
     cpp = "TssaBackward"
     _fields_ = (
-        ("dout", Tokens),
-        ("dw", Tokens),
+        ("dout", TssaTokens),
+        ("dw", TssaTokens),
         ("dmembership", POINTER),
         ("dtemp", POINTER),
         ("dlogit", POINTER),
@@ -92,7 +92,7 @@ class Backward(_Pass):
     )
 
 
-class Sums(Record):
+class TssaSums(Record):
     """A scan of the chunks' sums."""
 
     cpp = "TssaSums"
@@ -107,10 +107,10 @@ class Sums(Record):
     )
 
 
-def problem(w: Tensor, call: Call) -> Problem:
+def problem(w: Tensor, call: TSSACall) -> TssaProblem:
     """Return the sizes and options of a call."""
     packed, nheads, head_dim = call.packed, w.shape[1], w.shape[-1]
-    p = Problem(
+    p = TssaProblem(
         dtype=DTYPES[w.dtype],
         nsequences=call.nsequences(w),
         nheads=nheads,
@@ -125,20 +125,20 @@ def problem(w: Tensor, call: Call) -> Problem:
     if call.cu_seqlens is not None:
         contiguous("tssa", "cu_seqlens", call.cu_seqlens)
     if (mask := call.key_padding_mask) is not None:
-        p.mask = Mask(data=mask, sequence=mask.stride(0), token=mask.stride(1))
+        p.mask = TssaMask(data=mask, sequence=mask.stride(0), token=mask.stride(1))
     if call.seed is not None:
         p.keep_from = math.ceil(call.dropout_p * 2**32)
         p.keep_factor = 1.0 / (1.0 - call.dropout_p)
     return p
 
 
-def tokens(t: Tensor, call: Call) -> Tokens:
+def tokens(t: Tensor, call: TSSACall) -> TssaTokens:
     """Return a tensor of tokens, packed or not."""
     strides = t.stride()
     if call.packed:
         token, head, channel = strides
-        return Tokens(data=t, sequence=0, head=head, token=token, channel=channel)
-    return Tokens(data=t, **dict(zip(("sequence", "head", "token", "channel"), strides, strict=True)))
+        return TssaTokens(data=t, sequence=0, head=head, token=token, channel=channel)
+    return TssaTokens(data=t, **dict(zip(("sequence", "head", "token", "channel"), strides, strict=True)))
 
 
 def in_vectors(count: int, *tensors: Tensor | None) -> bool:

@@ -18,17 +18,17 @@ from crate_kernels._cuda import launch, records
 from crate_kernels._cuda.launch import Kernel, Shape
 from crate_kernels._cuda.records import Parameter
 from crate_kernels.ops.tssa import given
-from crate_kernels.ops.tssa.call import Call, Saved, State
-from crate_kernels.ops.tssa.cuda.forms import Form, causal_backward_bytes, choose
+from crate_kernels.ops.tssa.call import Saved, State, TSSACall
+from crate_kernels.ops.tssa.cuda.forms import LaunchForm, causal_backward_bytes, choose
 from crate_kernels.ops.tssa.cuda.names import DBIAS, SCAN, causal_steps, full_steps, resident
-from crate_kernels.ops.tssa.cuda.parameters import Backward, Forward, Problem, Sums, tokens
+from crate_kernels.ops.tssa.cuda.parameters import TssaBackward, TssaForward, TssaProblem, TssaSums, tokens
 
 _TOTAL, _BEFORE, _BEHIND = range(3)  # TssaScan
 _SCAN_COLUMNS, _SCAN_PARTS = 32, 16  # of a block of the scan
 _DBIAS_THREADS = 256
 
 
-class _Step(NamedTuple):
+class _PassLaunch(NamedTuple):
     """A launch."""
 
     kernel: Kernel
@@ -36,7 +36,7 @@ class _Step(NamedTuple):
     parameters: list[Parameter]
 
 
-def _run(steps: list[_Step], device: torch.device) -> None:
+def _run(steps: list[_PassLaunch], device: torch.device) -> None:
     """Launch steps in their order; all are compiled before the first writes."""
     for step in steps:
         if step.shape.blocks:
@@ -45,40 +45,46 @@ def _run(steps: list[_Step], device: torch.device) -> None:
         launch.run(*step, device)
 
 
-def _scan(p: Problem, sums: Tensor | None, scan: int, channels: Tensor | None = None, by_head: Tensor | None = None):
+def _scan(
+    p: TssaProblem, sums: Tensor | None, scan: int, channels: Tensor | None = None, by_head: Tensor | None = None
+):
     """Replace the sums of every chunk; ``channels`` and ``by_head`` are before the first, and become the totals."""
     assert sums is not None
     size = sums.shape[-1]
-    a = Sums(sums=sums, nchunks=p.nchunks, size=size, scan=scan, channels=channels, by_head=by_head, heads=p.nheads)
+    a = TssaSums(sums=sums, nchunks=p.nchunks, size=size, scan=scan, channels=channels, by_head=by_head, heads=p.nheads)
     threads = _SCAN_COLUMNS * _SCAN_PARTS
-    return _Step(SCAN, Shape(p.nsequences * -(-size // _SCAN_COLUMNS), threads, 8 * threads), [a])
+    return _PassLaunch(SCAN, Shape(p.nsequences * -(-size // _SCAN_COLUMNS), threads, 8 * threads), [a])
 
 
-def _empty_sums(w: Tensor, p: Problem, form: Form, by_channel: int = 1) -> Tensor | None:
+def _empty_sums(w: Tensor, p: TssaProblem, form: LaunchForm, by_channel: int = 1) -> Tensor | None:
     """Allocate the sums of every chunk and, behind them, of the sequence; None where that is not cut."""
     if not form.cuts:
         return None
     return w.new_empty((p.nsequences, p.nchunks + 1, by_channel * p.width + p.nheads), dtype=torch.float32)
 
 
-def _full(p: Problem, form: Form, a: Forward | Backward, sums: list[Tensor | None], backward: bool) -> list[_Step]:
+def _full(
+    p: TssaProblem, form: LaunchForm, a: TssaForward | TssaBackward, sums: list[Tensor | None], backward: bool
+) -> list[_PassLaunch]:
     """List the launches of the full form."""
     if form.persistent is not None:
-        return [_Step(*form.persistent, [a])]
+        return [_PassLaunch(*form.persistent, [a])]
     parameters = [a, c_int(p.dtype)]
     if form.cluster:
         shape = Shape(p.nsequences * form.cluster, form.threads, form.shared_bytes, form.cluster)
-        return [_Step(resident(form.access, backward), shape, parameters)]
+        return [_PassLaunch(resident(form.access, backward), shape, parameters)]
     shape = Shape(p.nsequences * p.nchunks, form.threads, form.shared_bytes)
-    first, second, third = (_Step(kernel, shape, parameters) for kernel in full_steps(form.access, backward))
+    first, second, third = (_PassLaunch(kernel, shape, parameters) for kernel in full_steps(form.access, backward))
     return [first, _scan(p, sums[0], _TOTAL), second, _scan(p, sums[1], _TOTAL), third]
 
 
-def _causal_forward(p: Problem, form: Form, a: Forward, sums: list[Tensor | None], state: State | None) -> list[_Step]:
+def _causal_forward(
+    p: TssaProblem, form: LaunchForm, a: TssaForward, sums: list[Tensor | None], state: State | None
+) -> list[_PassLaunch]:
     """List the launches of the causal forward."""
     parameters, blocks = [a, c_int(p.dtype)], p.nsequences * p.nchunks
     energy, members, output = (
-        _Step(kernel, Shape(blocks, form.threads), parameters) for kernel in causal_steps(form.access, False)
+        _PassLaunch(kernel, Shape(blocks, form.threads), parameters) for kernel in causal_steps(form.access, False)
     )
     members = members._replace(shape=Shape(blocks, form.threads, form.shared_bytes))
     if not form.cuts:
@@ -88,12 +94,12 @@ def _causal_forward(p: Problem, form: Form, a: Forward, sums: list[Tensor | None
     return [energy, scans[0], members, scans[1], output]
 
 
-def _causal_backward(p: Problem, form: Form, a: Backward, sums: list[Tensor | None]) -> list[_Step]:
+def _causal_backward(p: TssaProblem, form: LaunchForm, a: TssaBackward, sums: list[Tensor | None]) -> list[_PassLaunch]:
     """List the launches of the causal backward, but for that of the bias."""
     vectors = p.width // form.channels
     shared = 0, vectors * 4, form.shared_bytes, causal_backward_bytes(p, form.channels, logits=False)
     totals, dmoment, dlogit, dw = (
-        _Step(kernel, Shape(p.nsequences * p.nchunks, form.threads, shared_bytes), [a, c_int(p.dtype)])
+        _PassLaunch(kernel, Shape(p.nsequences * p.nchunks, form.threads, shared_bytes), [a, c_int(p.dtype)])
         for kernel, shared_bytes in zip(causal_steps(form.access, True), shared, strict=True)
     )
     if not form.cuts:
@@ -103,7 +109,7 @@ def _causal_backward(p: Problem, form: Form, a: Backward, sums: list[Tensor | No
 
 
 def forward(
-    w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: Call, causal: bool, state: State | None = None
+    w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: TSSACall, causal: bool, state: State | None = None
 ) -> tuple[Tensor, ...]:
     """Return out, membership and, of the full form, energy and moment. ``state`` is advanced."""
     if state is not None:
@@ -117,7 +123,7 @@ def forward(
     statistics = () if causal else (call.empty_channels(w), call.empty_channels(w))
     sums = [_empty_sums(w, p, form) for _ in range(2)]
     energy, moment = statistics or (None, None)
-    a = Forward(
+    a = TssaForward(
         **_shared(p, Saved(w, temp, denom_bias, membership, energy, moment), call, sums),
         out=tokens(out, call),
     )
@@ -129,7 +135,7 @@ def forward(
     return out, membership, *statistics
 
 
-def _shared(p: Problem, saved: Saved, call: Call, sums: list[Tensor | None]) -> dict[str, Any]:
+def _shared(p: TssaProblem, saved: Saved, call: TSSACall, sums: list[Tensor | None]) -> dict[str, Any]:
     """Return the parameters that both directions have."""
     bias = saved.denom_bias
     p.temp = saved.temp
@@ -147,7 +153,7 @@ def _shared(p: Problem, saved: Saved, call: Call, sums: list[Tensor | None]) -> 
 
 
 def backward(
-    dout: Tensor, dmembership: Tensor | None, saved: Saved, call: Call, causal: bool
+    dout: Tensor, dmembership: Tensor | None, saved: Saved, call: TSSACall, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return dw, dtemp and, with a bias, its gradient."""
     w, temp, denom_bias, membership, energy, moment = saved
@@ -166,7 +172,7 @@ def backward(
         dtemp = written = w.new_empty((p.nsequences, p.nheads), dtype=torch.float32)
     else:
         dtemp, written = sums[2][:, -1, p.width :], None
-    a = Backward(
+    a = TssaBackward(
         **_shared(p, saved, call, sums),
         dout=tokens(dout, call),
         dw=tokens(dw, call),
@@ -178,6 +184,6 @@ def backward(
     steps, dbias = _causal_backward(p, form, a, sums) if causal else _full(p, form, a, sums, True), None
     if denom_bias is not None:
         dbias = torch.empty_like(denom_bias)
-        steps.append(_Step(DBIAS, Shape(-(-dbias.numel() // _DBIAS_THREADS), _DBIAS_THREADS), [a, dbias]))
+        steps.append(_PassLaunch(DBIAS, Shape(-(-dbias.numel() // _DBIAS_THREADS), _DBIAS_THREADS), [a, dbias]))
     _run(steps, w.device)
     return dw, dtemp.sum(0), dbias

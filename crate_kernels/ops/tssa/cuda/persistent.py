@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from crate_kernels._cuda import launch
-from crate_kernels._cuda.launch import Gpu, Kernel, Shape
+from crate_kernels._cuda.launch import Kernel, LaunchDevice, Shape
 from crate_kernels._cuda.records import CPP_TYPES
 from crate_kernels._triton.launch import INTERPRETER
-from crate_kernels._triton.table import Config, Row, Table
-from crate_kernels.ops.tssa.call import Call
-from crate_kernels.ops.tssa.cuda.parameters import Backward, Forward, Problem, in_vectors
+from crate_kernels._triton.table import Config, LaunchRow, Table
+from crate_kernels.ops.tssa.call import TSSACall
+from crate_kernels.ops.tssa.cuda.parameters import TssaBackward, TssaForward, TssaProblem, in_vectors
 
 CAPABILITY = 90  # bulk copies and clusters: what other GPUs have of them, nothing has tried
 _MOST_OF_LANE, _MOST_THREADS = 8, 512  # heads of a lane in the softmax, which are in registers
@@ -46,7 +46,7 @@ _CANDIDATES = tuple(
 
 def _table(direction: str) -> Table:
     """Return the launch table of a direction, whose rows are by nheads * head_dim."""
-    row = Row(_NONE)
+    row = LaunchRow(_NONE)
     return Table(f"tssa_persistent_{direction}", {INTERPRETER: (row,), "sm_80": (row,)}, candidates=_CANDIDATES)
 
 
@@ -102,7 +102,7 @@ def _of_lane(nheads: int) -> int:
     return nheads // math.gcd(nheads, 4)
 
 
-def serves(p: Problem, gpu: Gpu, *tensors: Tensor) -> bool:
+def serves(p: TssaProblem, gpu: LaunchDevice, *tensors: Tensor) -> bool:
     """Return whether there are kernels for a call's tokens, if they fit."""
     return (
         gpu.capability == CAPABILITY
@@ -116,7 +116,7 @@ def serves(p: Problem, gpu: Gpu, *tensors: Tensor) -> bool:
 
 
 def taken(
-    p: Problem, w: Tensor, dout: Tensor | None, statistics: tuple[Tensor, ...], call: Call, gpu: Gpu
+    p: TssaProblem, w: Tensor, dout: Tensor | None, statistics: tuple[Tensor, ...], call: TSSACall, gpu: LaunchDevice
 ) -> Persistent | None:
     """Return how a call is launched if these kernels serve it and were chosen, else None."""
     backward = dout is not None
@@ -131,7 +131,9 @@ def taken(
         return None
     chosen = kernel(w.dtype, p.nheads, p.head_dim, call.key_padding_mask is not None, backward, config)
     shape = Shape(max(p.nsequences, 1) * config["CLUSTER"], threads, bytes_, config["CLUSTER"])
-    clusters = gpu.active_clusters(launch.function(chosen, w.device, (Backward if backward else Forward,)), shape)
+    clusters = gpu.active_clusters(
+        launch.function(chosen, w.device, (TssaBackward if backward else TssaForward,)), shape
+    )
     if not clusters:
         return None
     return Persistent(chosen, shape._replace(blocks=min(p.nsequences, clusters) * config["CLUSTER"]))

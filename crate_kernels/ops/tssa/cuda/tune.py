@@ -8,7 +8,7 @@ import torch
 
 from crate_kernels._core import backends
 from crate_kernels._cuda import launch
-from crate_kernels._triton.table import Row
+from crate_kernels._triton.table import LaunchRow
 from crate_kernels._triton.tune import Workload
 from crate_kernels.ops.tssa import native, timed
 from crate_kernels.ops.tssa.cuda import persistent
@@ -25,7 +25,7 @@ def workloads() -> list[Workload]:
         return []
     found = []
     for (nheads, head_dim), seqlen, gradient in itertools.product(_SHAPES, (196, 784), (False, True)):
-        row = Row({}, nheads * head_dim, 1 << (seqlen - 1).bit_length(), half=True)
+        row = LaunchRow({}, nheads * head_dim, 1 << (seqlen - 1).bit_length(), half=True)
         table = persistent.BACKWARD if gradient else persistent.FORWARD
         found.append(Workload(table, row, timed.whole(native, nheads, head_dim, seqlen, False, gradient)))
     return found

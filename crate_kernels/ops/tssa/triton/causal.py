@@ -30,11 +30,11 @@ from torch import Tensor
 
 from crate_kernels._core import operator
 from crate_kernels.ops.tssa import given
-from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.triton import quotients, tile
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, TokenSizes, run_causal
 from crate_kernels.ops.tssa.triton.scan import before_chunk, earlier_sums
-from crate_kernels.ops.tssa.triton.tile import Bias, CacheState, Rows
+from crate_kernels.ops.tssa.triton.tile import Bias, CacheState, TokenNumbers
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -60,7 +60,7 @@ def _tssa_causal_fwd_kernel(
     index64 = index.to(tl.int64)
     heads = tile.heads_of(DIMS)
     w_at, out_at = tile.tokens_at(w_tokens, index64, origin), tile.tokens_at(out_tokens, index64, origin)
-    membership_at = Rows(membership_ptr + index64 * stride_pb + origin, stride_ph)
+    membership_at = TokenNumbers(membership_ptr + index64 * stride_pb + origin, stride_ph)
     mask_ptr = masking.mask_ptr
     if mask_ptr is not None:
         mask_ptr += index64 * stride_mb
@@ -156,7 +156,7 @@ def _tssa_causal_fwd_kernel(
         tl.store(state.lengths_ptr + index, position + keys.to(tl.int32))
     if PACKED and OUTPUT and chunk == 0:
         out_at = tile.tokens_at(out_tokens, 0, 0)
-        membership_at = Rows(membership_ptr, stride_ph)
+        membership_at = TokenNumbers(membership_ptr, stride_ph)
         tile.clear_uncovered(
             out_at, membership_at, masking.cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS
         )
@@ -182,7 +182,7 @@ def forward_causal(
     w: Tensor,
     temp: Tensor,
     denom_bias: Tensor | None,
-    call: Call,
+    call: TSSACall,
 ) -> tuple[Tensor, Tensor]:
     """Return out and membership of the causal form."""
     given.forward_causal(w, temp, denom_bias, call)

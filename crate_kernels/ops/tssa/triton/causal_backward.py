@@ -41,7 +41,7 @@ from torch import Tensor
 from crate_kernels._core import operator
 from crate_kernels._triton import launch
 from crate_kernels.ops.tssa import given
-from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.triton import quotients, tile
 from crate_kernels.ops.tssa.triton.causal_bias import through_bias
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, TokenSizes, causal_tile, head_groups, power_of_two
@@ -58,7 +58,7 @@ from crate_kernels.ops.tssa.triton.scan import (
     through_moment,
 )
 from crate_kernels.ops.tssa.triton.tables import CAUSAL_BACKWARD
-from crate_kernels.ops.tssa.triton.tile import Bias, Dims, Rows
+from crate_kernels.ops.tssa.triton.tile import Bias, TokenDims, TokenNumbers
 
 
 class BackwardSums(NamedTuple):
@@ -99,7 +99,10 @@ def _tssa_causal_bwd_kernel(
     dout_at = tile.of_heads(tile.tokens_at(dout_tokens, index64, origin), head)
     dw_at = tile.of_heads(tile.tokens_at(dw_tokens, index64, origin), head)
     rows_at = index64 * stride_pb + origin + head * stride_ph
-    membership_at, dlogit_at = Rows(membership_ptr + rows_at, stride_ph), Rows(dlogit_ptr + rows_at, stride_ph)
+    membership_at, dlogit_at = (
+        TokenNumbers(membership_ptr + rows_at, stride_ph),
+        TokenNumbers(dlogit_ptr + rows_at, stride_ph),
+    )
     mask_ptr = masking.mask_ptr
     if mask_ptr is not None:
         mask_ptr += index64 * stride_mb
@@ -253,15 +256,15 @@ def _tssa_causal_softmax_bwd_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """Turn dPi, and the gradient of the membership if there is one, into the gradient of the logits, in place."""
-    DIMS: tl.constexpr = Dims(NHEADS, 1, BLOCK_H, 1, False)
+    DIMS: tl.constexpr = TokenDims(NHEADS, 1, BLOCK_H, 1, False)
     nblocks = tl.cdiv(seqlen, BLOCK_N)
     rows = (tl.program_id(0) % nblocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows_at = (tl.program_id(0) // nblocks).to(tl.int64) * stride_pb
-    dlogit_at = Rows(dlogit_ptr + rows_at, stride_ph)
+    dlogit_at = TokenNumbers(dlogit_ptr + rows_at, stride_ph)
     dmembers = tile.load_rows(dlogit_at, rows, seqlen, DIMS)
     if dmembership_ptr is not None:
-        dmembers += tile.load_rows(Rows(dmembership_ptr + rows_at, stride_ph), rows, seqlen, DIMS)
-    members = tile.load_rows(Rows(membership_ptr + rows_at, stride_ph), rows, seqlen, DIMS)
+        dmembers += tile.load_rows(TokenNumbers(dmembership_ptr + rows_at, stride_ph), rows, seqlen, DIMS)
+    members = tile.load_rows(TokenNumbers(membership_ptr + rows_at, stride_ph), rows, seqlen, DIMS)
     tile.store_rows(dlogit_at, tile.softmax_backward(members, dmembers), rows, rows < seqlen, DIMS)
 
 
@@ -272,7 +275,7 @@ def backward_causal(
     temp: Tensor,
     denom_bias: Tensor | None,
     membership: Tensor,
-    call: Call,
+    call: TSSACall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dw, dtemp and ddenom_bias (empty without a bias)."""
     given.backward_causal(dout, dmembership, w, temp, denom_bias, membership, call)

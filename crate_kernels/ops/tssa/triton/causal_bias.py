@@ -20,7 +20,7 @@ from crate_kernels._triton import launch
 from crate_kernels._triton.jit import sequence_bounds
 from crate_kernels.ops.tssa.triton import tile
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, TokenSizes, power_of_two
-from crate_kernels.ops.tssa.triton.tile import Dims, Rows
+from crate_kernels.ops.tssa.triton.tile import TokenDims, TokenNumbers
 
 
 @triton.jit(do_not_specialize=(*RUNTIME, "share", "nlengths"))
@@ -51,7 +51,7 @@ def _tssa_causal_dbias_kernel(
     Given the bias, make dtemp too. The bias is read as far as the longest of the ``nlengths`` sequences of
     ``lengths_ptr``: behind it, it may be -inf, and no gradient times that is NaN.
     """
-    DIMS: tl.constexpr = Dims(NHEADS, HEAD_DIM, BLOCK_H, 1, False)
+    DIMS: tl.constexpr = TokenDims(NHEADS, HEAD_DIM, BLOCK_H, 1, False)
     nblocks = tl.maximum(tl.cdiv(seqlen, BLOCK_N), 1)
     block, part = tl.program_id(0) % nblocks, tl.program_id(0) // nblocks
     rows, heads = block * BLOCK_N + tl.arange(0, BLOCK_N), tile.heads_of(DIMS)
@@ -59,7 +59,7 @@ def _tssa_causal_dbias_kernel(
     for index in tl.range(part * share, tl.minimum((part + 1) * share, nsequences)):
         start, count = sequence_bounds(cu_seqlens_ptr, index, seqlen, total, cu_seqlens_ptr is not None)
         at = tl.cast(index, tl.int64) * stride_pb + start
-        acc += tile.load_rows(Rows(dlogit_ptr + at, stride_ph), rows, count, DIMS)
+        acc += tile.load_rows(TokenNumbers(dlogit_ptr + at, stride_ph), rows, count, DIMS)
     if temp_ptr is not None:
         acc *= HEAD_DIM  # the bias enters the similarity once per channel
     if bias_ptr is not None:
@@ -76,7 +76,9 @@ def _tssa_causal_dbias_kernel(
         tile.store_heads(dtemp_ptr + block.to(tl.int64) * NHEADS, tl.sum(acc * bias, 0), DIMS)
     if temp_ptr is not None:
         acc *= tile.load_heads(temp_ptr, DIMS)[None, :]
-    tile.store_rows(Rows(dbias_ptr + part.to(tl.int64) * NHEADS * seqlen, seqlen), acc, rows, rows < seqlen, DIMS)
+    tile.store_rows(
+        TokenNumbers(dbias_ptr + part.to(tl.int64) * NHEADS * seqlen, seqlen), acc, rows, rows < seqlen, DIMS
+    )
 
 
 def through_bias(

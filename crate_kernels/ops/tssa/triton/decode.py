@@ -11,7 +11,7 @@ from torch import Tensor
 
 from crate_kernels._core import operator
 from crate_kernels.ops.tssa import given
-from crate_kernels.ops.tssa.call import Call, State
+from crate_kernels.ops.tssa.call import State, TSSACall
 from crate_kernels.ops.tssa.triton.causal import _tssa_causal_fwd_kernel, causal_arguments
 from crate_kernels.ops.tssa.triton.launch import TokenSizes, run_causal
 from crate_kernels.ops.tssa.triton.tile import CacheState
@@ -30,7 +30,7 @@ def decode(
     which goes by chunks, are added to the state at the end.
     """
     given.decode(w, temp, denom_bias, state, key_padding_mask)
-    sizes, (energy, weighted, mass, lengths) = TokenSizes(w, Call(key_padding_mask)), state
+    sizes, (energy, weighted, mass, lengths) = TokenSizes(w, TSSACall(key_padding_mask)), state
     out, membership = operator.empty_out(w), sizes.empty_rows()
     arguments = causal_arguments(sizes, w, temp, denom_bias, out, membership)
     arguments["state"] = CacheState(energy, weighted, mass, lengths)

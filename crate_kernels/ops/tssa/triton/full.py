@@ -34,11 +34,11 @@ from torch import Tensor
 from crate_kernels._core import operator
 from crate_kernels._triton.jit import keep_mask
 from crate_kernels.ops.tssa import given
-from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.triton import quotients, tile
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, TokenSizes, run_full
 from crate_kernels.ops.tssa.triton.tables import FULL_FORWARD
-from crate_kernels.ops.tssa.triton.tile import Rows
+from crate_kernels.ops.tssa.triton.tile import TokenNumbers
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _tssa_fwd_kernel(
     )
     index64 = index.to(tl.int64)
     w_at, out_at = tile.tokens_at(w_tokens, index64, origin), tile.tokens_at(out_tokens, index64, origin)
-    membership_at = Rows(membership_ptr + index64 * stride_pb + origin, stride_ph)
+    membership_at = TokenNumbers(membership_ptr + index64 * stride_pb + origin, stride_ph)
     mask_ptr = masking.mask_ptr
     if mask_ptr is not None:
         mask_ptr += index64 * stride_mb
@@ -140,7 +140,7 @@ def _tssa_fwd_kernel(
             tile.store_tokens(out_at, -w * members[:, :, None] * gate[None, :, :], rows, rows < last, DIMS)
         if PACKED and chunk == 0:
             out_at = tile.tokens_at(out_tokens, 0, 0)
-            membership_at = Rows(membership_ptr, stride_ph)
+            membership_at = TokenNumbers(membership_ptr, stride_ph)
             tile.clear_uncovered(
                 out_at, membership_at, masking.cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS
             )
@@ -149,7 +149,7 @@ def _tssa_fwd_kernel(
 def forward(
     w: Tensor,
     temp: Tensor,
-    call: Call,
+    call: TSSACall,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, membership, the column energies c and the second moments M."""
     given.forward(w, temp, call)

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from crate_kernels._core import operator
 from crate_kernels.ops.tssa import given
-from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.triton import quotients, tile
 from crate_kernels.ops.tssa.triton.full import channel_gate
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, TokenSizes, run_full
 from crate_kernels.ops.tssa.triton.tables import FULL_BACKWARD
-from crate_kernels.ops.tssa.triton.tile import Rows
+from crate_kernels.ops.tssa.triton.tile import TokenNumbers
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -51,8 +51,8 @@ def _tssa_bwd_kernel(
     w_at, dout_at = tile.tokens_at(w_tokens, index64, origin), tile.tokens_at(dout_tokens, index64, origin)
     dw_at = tile.tokens_at(dw_tokens, index64, origin)
     rows_at = index64 * stride_pb + origin
-    membership_at = Rows(membership_ptr + rows_at, stride_ph)
-    dgate_at, dlogit_at = Rows(dgate_ptr + rows_at, stride_ph), Rows(dlogit_ptr + rows_at, stride_ph)
+    membership_at = TokenNumbers(membership_ptr + rows_at, stride_ph)
+    dgate_at, dlogit_at = TokenNumbers(dgate_ptr + rows_at, stride_ph), TokenNumbers(dlogit_ptr + rows_at, stride_ph)
     mask_ptr = masking.mask_ptr
     if mask_ptr is not None:
         mask_ptr += index64 * stride_mb
@@ -98,7 +98,7 @@ def _tssa_bwd_kernel(
             dmembers = tile.counted(shared, tile.kept(mask_ptr, rows, last, masking.stride_ms), mask_ptr)
             dmembers -= tile.load_rows(dgate_at, rows, last, DIMS)
             if dmembership_ptr is not None:
-                dmembers += tile.load_rows(Rows(dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
+                dmembers += tile.load_rows(TokenNumbers(dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
             dlogit = tile.softmax_backward(tile.load_rows(membership_at, rows, last, DIMS), dmembers) * scale[None, :]
             tile.store_rows(dlogit_at, dlogit, rows, rows < last, DIMS)
             if DIMS.WIDE:
@@ -147,7 +147,7 @@ def backward(
     membership: Tensor,
     energy: Tensor,
     moment: Tensor,
-    call: Call,
+    call: TSSACall,
 ) -> tuple[Tensor, Tensor]:
     """Return dw and dtemp."""
     given.backward(dout, dmembership, w, temp, membership, energy, moment, call)

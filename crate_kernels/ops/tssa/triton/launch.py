@@ -11,10 +11,10 @@ from torch import Tensor
 from crate_kernels._triton import launch
 from crate_kernels._triton.jit import Strided
 from crate_kernels._triton.table import Config, Table
-from crate_kernels.ops.tssa.call import Call
+from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.triton.scan import scan_chunks
 from crate_kernels.ops.tssa.triton.tables import CAUSAL_FORWARD
-from crate_kernels.ops.tssa.triton.tile import ChunkSums, Dims, Masking
+from crate_kernels.ops.tssa.triton.tile import ChunkSums, Masking, TokenDims
 
 # Sizes vary per call: do not specialise on them. Triton would compile variants for 1 and for multiples of 16.
 RUNTIME = (
@@ -41,7 +41,7 @@ class TokenSizes:
         total: packed rows; 0 for a padded batch.
     """
 
-    def __init__(self, w: Tensor, call: Call) -> None:
+    def __init__(self, w: Tensor, call: TSSACall) -> None:
         self.call, self.device, self.dtype = call, w.device, w.dtype
         self.nsequences, self.nheads, self.head_dim = call.nsequences(w), w.shape[1], w.shape[-1]
         self.seqlen = call.max_seqlen if call.packed else w.shape[2]
@@ -66,10 +66,10 @@ class TokenSizes:
         """Return a tensor of tokens with its strides."""
         return Strided(t, *((0, t.stride(1), t.stride(0), t.stride(2)) if self.call.packed else t.stride()))
 
-    def dims(self, heads: int, block_heads: int, block_channels: int) -> Dims:
+    def dims(self, heads: int, block_heads: int, block_channels: int) -> TokenDims:
         """Return the constants of kernels whose programs have ``heads`` heads of a token."""
         ptx = launch.arch(self.device).startswith("sm_")
-        return Dims(heads, self.head_dim, block_heads, block_channels, ptx, self.dtype == torch.float32)
+        return TokenDims(heads, self.head_dim, block_heads, block_channels, ptx, self.dtype == torch.float32)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that every kernel takes, by name."""

@@ -22,15 +22,20 @@ from __future__ import annotations
 import itertools
 
 from crate_kernels._triton.launch import INTERPRETER
-from crate_kernels._triton.table import Config, Row, Table
+from crate_kernels._triton.table import Config, LaunchRow, Table
 
 
-def _every_arch(config: Config, interpreter: Config, **others: tuple[Row, ...]) -> dict[str, tuple[Row, ...]]:
+def _every_arch(
+    config: Config, interpreter: Config, **others: tuple[LaunchRow, ...]
+) -> dict[str, tuple[LaunchRow, ...]]:
     """Return the rows of a table that no GPU has been measured for: one configuration, and the interpreter's.
 
     ``others`` come first on their architecture, where the one spills.
     """
-    rows = {**dict.fromkeys(("sm_80", "sm_90", "sm_100", "gfx942"), (Row(config),)), INTERPRETER: (Row(interpreter),)}
+    rows = {
+        **dict.fromkeys(("sm_80", "sm_90", "sm_100", "gfx942"), (LaunchRow(config),)),
+        INTERPRETER: (LaunchRow(interpreter),),
+    }
     return rows | {arch: (*first, *rows[arch]) for arch, first in others.items()}
 
 
@@ -53,47 +58,47 @@ _FULL_CANDIDATES = tuple(
     _full(4096, chunk, stages, 4, lane, 0, 0)
     for chunk, stages, lane in itertools.product((64, 128, 256, 512), (2, 3), (0, 20, 40))
 )
-_FLOATS = Row(_full(2048, 256, 3, 8), half=False)
+_FLOATS = LaunchRow(_full(2048, 256, 3, 8), half=False)
 FULL_FORWARD = Table(
     "tssa_full_forward",
     _every_arch(
         _full(4096, 256, 3, 8),
         _full(1 << 14, 64, 1, 1, lane=0),
         **dict.fromkeys(("sm_80", "sm_100"), (_FLOATS,)),
-        sm_90=(_FLOATS, Row(_full(4096, 256, 5, 4))),
+        sm_90=(_FLOATS, LaunchRow(_full(4096, 256, 5, 4))),
     ),
     _FULL_CANDIDATES,
 )
 # Four warps: the fewest instructions a token. Tiles of 4096 make the fewest chunks, but a short sequence, which one
 # program has, is in every step of the kernel at once: with 2048 three blocks fit a multiprocessor, and nothing spills.
-_FEW_WARPS, _SHORT = _full(4096, 256, 3, 4), Row(_full(2048, 256, 3, 4), head_dim=1024, seqlen=256, half=True)
+_FEW_WARPS, _SHORT = _full(4096, 256, 3, 4), LaunchRow(_full(2048, 256, 3, 4), head_dim=1024, seqlen=256, half=True)
 _SMALLER, _SINGLE = _full(2048, 256, 2, 8), _full(2048, 256, 2, 8, lane=20)
 FULL_BACKWARD = Table(
     "tssa_full_backward",
     _every_arch(
         _full(4096, 256, 2, 8),
         _full(1 << 14, 64, 1, 1, lane=0),
-        sm_80=(Row(_SINGLE, half=False), _SHORT, Row(_FEW_WARPS, half=True)),
+        sm_80=(LaunchRow(_SINGLE, half=False), _SHORT, LaunchRow(_FEW_WARPS, half=True)),
         # By chunks, also where a program could have a short sequence: more programs at a time.
         sm_90=(
-            Row(_SINGLE, half=False),
-            Row(_full(2048, 64, 5, 4, lane=0, whole=0, crowd=0), head_dim=1024, seqlen=256, half=True),
-            Row(_FEW_WARPS, half=True),
+            LaunchRow(_SINGLE, half=False),
+            LaunchRow(_full(2048, 64, 5, 4, lane=0, whole=0, crowd=0), head_dim=1024, seqlen=256, half=True),
+            LaunchRow(_FEW_WARPS, half=True),
         ),
-        sm_100=(Row(_SINGLE, half=False), Row(_SMALLER, half=True)),
+        sm_100=(LaunchRow(_SINGLE, half=False), LaunchRow(_SMALLER, half=True)),
     ),
     _FULL_CANDIDATES,
 )
 
 # Forward, one warp has a token with all its heads, and no barrier. A step of decoding is short: it takes more warps.
-_DECODING = Row(_causal(4, 64, 3, lane=8), seqlen=16)
+_DECODING = LaunchRow(_causal(4, 64, 3, lane=8), seqlen=16)
 CAUSAL_FORWARD = Table(
     "tssa_causal_forward",
     _every_arch(
         _causal(1, 64, 3, lane=40),
         _causal(128, 128, 1, lane=1 << 20),
         **dict.fromkeys(("sm_80", "sm_100", "gfx942"), (_DECODING,)),
-        sm_90=(_DECODING, Row(_causal(1, 32, 4, lane=40), half=True)),
+        sm_90=(_DECODING, LaunchRow(_causal(1, 32, 4, lane=40), half=True)),
     ),
     tuple(
         _causal(tokens, chunk, stages, lane)
@@ -105,8 +110,8 @@ CAUSAL_BACKWARD = Table(
     _every_arch(
         _causal(4, 32, 2, lane=8),
         _causal(128, 128, 1, lane=1 << 20),
-        sm_80=(Row(_causal(4, 32, 3, lane=8), half=True),),
-        sm_90=(Row(_causal(4, 32, 3, lane=16), half=True),),
+        sm_80=(LaunchRow(_causal(4, 32, 3, lane=8), half=True),),
+        sm_90=(LaunchRow(_causal(4, 32, 3, lane=16), half=True),),
     ),
     tuple(
         _causal(tokens, chunk, stages, lane)

@@ -29,7 +29,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 APART = tl.constexpr(8)
 
 
-class Dims(NamedTuple):
+class TokenDims(NamedTuple):
     """Sizes of a token and of a tile, whether the code is PTX, and whether logits are float64: for float32 tokens."""
 
     NHEADS: int
@@ -75,7 +75,7 @@ class ChunkSums(NamedTuple):
     parts_ptr: Any = None
 
 
-class Tokens(NamedTuple):
+class SequenceTokens(NamedTuple):
     """A sequence's tokens: a pointer to the first, and strides."""
 
     ptr: tl.tensor
@@ -84,7 +84,7 @@ class Tokens(NamedTuple):
     stride_d: tl.tensor
 
 
-class Rows(NamedTuple):
+class TokenNumbers(NamedTuple):
     """A tensor with a number per head and token: a pointer to the first token's, and the stride of heads."""
 
     ptr: tl.tensor
@@ -95,13 +95,13 @@ class Rows(NamedTuple):
 def tokens_at(tensor, index, origin):
     """Return the tokens of sequence ``index``, whose first is row ``origin``; all of a packed tensor's for 0 and 0."""
     first = tensor.ptr + index * tensor.stride_b + origin * tensor.stride_s
-    return Tokens(first, tensor.stride_s, tensor.stride_h, tensor.stride_d)
+    return SequenceTokens(first, tensor.stride_s, tensor.stride_h, tensor.stride_d)
 
 
 @triton.jit
 def of_heads(at, head):
     """Return tokens from head ``head`` on."""
-    return Tokens(at.ptr + head * at.stride_h, at.stride_s, at.stride_h, at.stride_d)
+    return SequenceTokens(at.ptr + head * at.stride_h, at.stride_s, at.stride_h, at.stride_d)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from crate_kernels._triton.table import Row, Table
+from crate_kernels._triton.table import LaunchRow, Table
 from crate_kernels._triton.tune import Prepared, Workload
 from crate_kernels.ops.tssa import timed
 from crate_kernels.ops.tssa import triton as kernels
@@ -24,7 +24,7 @@ def workloads() -> list[Workload]:
     images = [(heads, 48, seqlen) for heads in (4, 8, 16) for seqlen in ((196, 256), (784, 1024), (4096, None))]
     texts = [(heads, 64, seqlen) for heads in (12, 16, 20) for seqlen in ((1024, 1024), (4096, None))]
     return [
-        Workload(table, Row({}, nheads * head_dim, bucket, half=True), _make(table, nheads, head_dim, seqlen))
+        Workload(table, LaunchRow({}, nheads * head_dim, bucket, half=True), _make(table, nheads, head_dim, seqlen))
         for chosen, shapes in ((full, images), (causal, texts))
         for nheads, head_dim, (seqlen, bucket) in shapes
         for table in chosen
