@@ -25,12 +25,18 @@ from crate_kernels._triton import launch
 from tests.gpu import lines, processes
 from tests.gpu.suite import usable
 from tests.ops.mssa import heads
-from tests.ops.tssa import persistent
+from tests.ops.tssa import persistent, walking
 
 LIMIT = 100  # seconds per item; then its process ends
 BACKENDS = ("triton", "cpp")
-KINDS = {"heads": heads.Heads, "rows": heads.LongRows}  # of mssa's kernels of sm_90a
+# Kernels of sm_90a: mssa's; tssa's, with the case that runs under the sanitizer.
+KINDS = {"heads": heads.Heads, "rows": heads.LongRows}
+CLUSTERS = {
+    "persistent": (persistent, persistent.Persistent, "odd-heads"),
+    "walking": (walking, walking.Walking, "three-steps"),
+}
 TEXTS = ("crate_lm_base", "tost_lm_base", "aot_lm_mssa_base", "gpt2_base")  # a model of each cache
+TOOLS = ("memcheck", "racecheck", "synccheck")  # of compute-sanitizer
 QUERY = "name,driver_version,memory.total,clocks.max.sm,power.limit"
 
 
@@ -103,14 +109,14 @@ def hopper(kind, direction, case, dtype):
     return {"share": round(check(*results), 3)}
 
 
-def persistent_clusters(case, dtype):
-    """Hold tssa's persistent kernels, which nothing chooses by default, to the error budget; return the share of it."""
+def clusters(kind, case, dtype):
+    """Hold kernels of tssa that nothing chooses by default to the error budget; return the share of it."""
     if launch.arch(torch.device("cuda")) != "sm_90":
-        raise Skipped("persistent kernels are for sm_90a")
+        raise Skipped("these kernels are for sm_90a")
     reason = backends.unavailable_reason("tssa", "cpp", torch.device("cuda"))
     if reason is not None:
         raise Skipped(reason)
-    return {"share": round(persistent.Persistent(case).check("cpp", dtype, "cuda"), 3)}
+    return {"share": round(kind(case).check("cpp", dtype, "cuda"), 3)}
 
 
 def generation(name, device="cuda"):
@@ -138,17 +144,18 @@ def warnings(family):
     return {"stack": max(kernel["spills"] for kernel in kernels)}
 
 
-def sanitize(op, backend, what=None):
-    """Run one small call under compute-sanitizer; ``what``: of kernels that nothing takes by default."""
+def sanitize(op, backend, what=None, tool="memcheck"):
+    """Run one small call under a tool of compute-sanitizer; ``what``: of kernels that nothing takes by default."""
     if what is not None and launch.arch(torch.device("cuda")) != "sm_90":
         raise Skipped(f"{what} kernels are for sm_90a")
     reason = backends.unavailable_reason(op, backend, "cuda")
     if reason is not None:
         raise Skipped(reason)
-    tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
-    if tool is None:
+    found = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if found is None:
         raise Skipped("compute-sanitizer is not there")
-    command = [tool, "--error-exitcode", "9", sys.executable, "-m", "tests.gpu.smoke", "--call", what or op, backend]
+    command = [found, "--tool", tool, "--error-exitcode", "9", sys.executable]
+    command += ["-m", "tests.gpu.smoke", "--call", what or op, backend]
     seconds = LIMIT - 10
     try:
         done = subprocess.run(command, cwd=processes.ROOT, capture_output=True, text=True, timeout=seconds)
@@ -182,9 +189,9 @@ def items(dry_run):
         for case in cases:
             item = partial(hopper, kind, name.split()[1], case, dtype)
             found[f"{name} {case} {str(dtype).removeprefix('torch.')}"] = item
-    for case, dtype in itertools.product({**persistent.CASES, **persistent.MORE}, (torch.bfloat16, torch.float16)):
-        name = f"persistent {case} {str(dtype).removeprefix('torch.')}"
-        found[name] = partial(persistent_clusters, case, dtype)
+    for name, (module, kind, _) in CLUSTERS.items():
+        for case, dtype in itertools.product({**module.CASES, **module.MORE}, (torch.bfloat16, torch.float16)):
+            found[f"{name} {case} {str(dtype).removeprefix('torch.')}"] = partial(clusters, kind, case, dtype)
     try:
         from tests.tools.aot.families import FAMILIES
     except ImportError:  # no Triton
@@ -193,9 +200,9 @@ def items(dry_run):
     for op in backends.OPS:
         for backend in BACKENDS:
             found[f"sanitizer {backend} {op}"] = lambda op=op, backend=backend: sanitize(op, backend)
-    found["sanitizer cpp tssa persistent"] = lambda: sanitize("tssa", "cpp", "persistent")
-    for what in KINDS:
-        found[f"sanitizer cpp mssa {what}"] = lambda what=what: sanitize("mssa", "cpp", what)
+    for op, kinds in (("tssa", CLUSTERS), ("mssa", KINDS)):
+        for what, tool in itertools.product(kinds, TOOLS):
+            found[f"sanitizer cpp {op} {what} {tool}"] = partial(sanitize, op, "cpp", what, tool)
     return found
 
 
@@ -226,8 +233,9 @@ def work(path, index, count, deadline, dry_run):
 
 def call(op, backend):
     """Make one small call, forward and backward."""
-    if op == "persistent":
-        persistent.Persistent("odd-heads").check(backend, torch.bfloat16, "cuda")
+    if op in CLUSTERS:
+        _, kind, case = CLUSTERS[op]
+        kind(case).check(backend, torch.bfloat16, "cuda")
         return
     if op in KINDS:
         given = KINDS[op]("causal-padded", torch.bfloat16, device="cuda")

@@ -16,7 +16,18 @@ pytest.importorskip("triton", reason="its items interpret Triton's kernels: pip 
 def test_the_smoke_test_has_every_operator_backend_and_kind_of_item():
     names = list(smoke.items(dry_run=False))
     firsts = {tuple(name.split()[:1]) for name in names}
-    kinds = ("machine", "triton", "cpp", "generation", "heads", "rows", "persistent", "warnings", "sanitizer")
+    kinds = (
+        "machine",
+        "triton",
+        "cpp",
+        "generation",
+        "heads",
+        "rows",
+        "persistent",
+        "walking",
+        "warnings",
+        "sanitizer",
+    )
     assert firsts == {(kind,) for kind in kinds}
     assert {case.op for case in smoke.forms()} == {"mssa", "tssa", "ista", "ista_overcomplete"}
 
@@ -90,8 +101,9 @@ def test_small_calls_run_under_the_sanitizer_where_it_is(status, monkeypatch):
     assert commands[0][-3:] == ["--call", "mssa", "cpp"]
     monkeypatch.setattr(smoke.launch, "arch", lambda device: "sm_90")
     if not status:
-        smoke.sanitize("tssa", "cpp", "persistent")
-        assert commands[1][-3:] == ["--call", "persistent", "cpp"]
+        smoke.sanitize("tssa", "cpp", "walking", "racecheck")
+        assert commands[1][-3:] == ["--call", "walking", "cpp"]
+        assert [one[1:3] for one in commands] == [["--tool", "memcheck"], ["--tool", "racecheck"]]
 
 
 def test_a_call_that_hangs_under_the_sanitizer_fails_with_words(monkeypatch):

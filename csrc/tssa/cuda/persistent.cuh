@@ -276,6 +276,36 @@ CRATE_DEVICE float sum_of_lanes(float v) {
   return v;
 }
 
+// Puts the membership of a token down and writes it, from its sums of w^2 / c by vector; similarity(h, sum) is q.
+template <class S, class Similarity>
+CRATE_DEVICE void softmax_of_heads(const float* by_vector, const float (&temp)[S::kOfLane], Similarity similarity,
+                                   bool seen, int n, int first, bool own, const TssaRows& stored, float* members) {
+  constexpr int kOfLane = S::kOfLane;
+  float power[kOfLane], largest = -INFINITY, sum = 0.0f;
+#pragma unroll
+  for (int j = 0; j < kOfLane; ++j) {
+    const int h = first + j;
+    power[j] = similarity(h, sum_of<S::kPerHead>(by_vector + h * S::kPerHead)) * temp[j];
+    largest = fmaxf(largest, power[j]);
+  }
+#pragma unroll
+  for (int step = 1; step < S::kLanes; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, step));
+#pragma unroll
+  for (int j = 0; j < kOfLane; ++j) {
+    power[j] = exp2_fast(power[j] - largest);
+    sum += power[j];
+  }
+  const float inverse = inverse_fast(sum_of_lanes<S>(sum));
+  if (!own) return;
+#pragma unroll
+  for (int j = 0; j < kOfLane; ++j) {
+    // Without a kept token, the membership is 0, and with it out and every gradient.
+    const float member = seen ? power[j] * inverse : 0.0f;
+    members[n * S::kHeads + first + j] = member;
+    stored(n, first + j) = member;
+  }
+}
+
 // Which tokens of the block are kept, as factors of the sums.
 template <class S>
 CRATE_DEVICE void put_keep(const TssaProblem& p, const TssaSpan& s, float* to) {

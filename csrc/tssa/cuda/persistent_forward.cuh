@@ -5,35 +5,6 @@
 
 namespace crate_kernels {
 
-// Puts the membership of a token down and writes it, from its sums of w^2 / c by vector.
-template <class S>
-CRATE_DEVICE void softmax_of_heads(const float* by_vector, const float (&temp)[S::kOfLane], bool seen, int n, int first,
-                                   bool own, const TssaRows& stored, float* members) {
-  constexpr int kOfLane = S::kOfLane;
-  float power[kOfLane], largest = -INFINITY, sum = 0.0f;
-#pragma unroll
-  for (int j = 0; j < kOfLane; ++j) {
-    power[j] = sum_of<S::kPerHead>(by_vector + (first + j) * S::kPerHead) * temp[j];
-    largest = fmaxf(largest, power[j]);
-  }
-#pragma unroll
-  for (int step = 1; step < S::kLanes; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, step));
-#pragma unroll
-  for (int j = 0; j < kOfLane; ++j) {
-    power[j] = exp2_fast(power[j] - largest);
-    sum += power[j];
-  }
-  const float inverse = inverse_fast(sum_of_lanes<S>(sum));
-  if (!own) return;
-#pragma unroll
-  for (int j = 0; j < kOfLane; ++j) {
-    // Without a kept token, the membership is 0, and with it out and every gradient.
-    const float member = seen ? power[j] * inverse : 0.0f;
-    members[n * S::kHeads + first + j] = member;
-    stored(n, first + j) = member;
-  }
-}
-
 template <class T, int HEADS, int HEAD_DIM, int CLUSTER, int THREADS, int BUFFERS, bool MASKED>
 __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_full_fwd_persistent_kernel(TssaForward f) {
   using S = TssaSizes<T, HEADS, HEAD_DIM, CLUSTER, THREADS, BUFFERS, MASKED>;
@@ -111,7 +82,9 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_full_fwd_persiste
         }
       };
       each_slice<S>(rows, ratios, [&](int n, int row, int head, bool own) {
-        softmax_of_heads<S>(scratch + row * S::kRow, temp, seen, n, head, own, stored, members);
+        softmax_of_heads<S>(
+            scratch + row * S::kRow, temp, [](int, float ratios) { return ratios; }, seen, n, head, own, stored,
+            members);
       });
     }
     {

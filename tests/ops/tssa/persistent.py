@@ -71,6 +71,20 @@ def taking(chosen):
         yield
 
 
+def within_budget(case, backend, dtype, device, forced):
+    """Hold a call to the error budget; return the names of the kernels that it launched and its largest share."""
+    inputs, names, run = testing.make_inputs(case, dtype, device), [], launch.run
+    with (
+        forced,
+        mock.patch.object(launch, "run", lambda kernel, *rest: names.append(kernel.name) or run(kernel, *rest)),
+    ):
+        results = testing.run(case, inputs, backend)
+    eager, exact = (testing.run(case, i, "reference") for i in (inputs, inputs.to(torch.float64)))
+    found = testing.measure(results, eager, exact, dtype)
+    assert all(one.passed for one in found), found
+    return names, max(one.error / one.budget if one.budget else 0.0 for one in found)
+
+
 class Persistent:
     """A named call."""
 
@@ -88,15 +102,7 @@ class Persistent:
 
     def check(self, backend, dtype, device="cpu"):
         """Hold a call that these kernels take to the error budget; return the largest share of it."""
-        inputs, names, run = testing.make_inputs(self.case, dtype, device), [], launch.run
-        with (
-            taking(self.config),
-            mock.patch.object(launch, "run", lambda kernel, *rest: names.append(kernel.name) or run(kernel, *rest)),
-        ):
-            results = testing.run(self.case, inputs, backend)
+        names, share = within_budget(self.case, backend, dtype, device, taking(self.config))
         taken = [any(f"full_{way}_persistent" in name for name in names) for way in ("fwd", "bwd")]
         assert taken == [True, not self.forward_alone]
-        eager, exact = (testing.run(self.case, i, "reference") for i in (inputs, inputs.to(torch.float64)))
-        found = testing.measure(results, eager, exact, dtype)
-        assert all(one.passed for one in found), found
-        return max(one.error / one.budget if one.budget else 0.0 for one in found)
+        return share

@@ -1,4 +1,4 @@
-"""The machine code of the persistent kernels of the full form, read without a GPU.
+"""The machine code of the persistent kernels of the full form and the walking ones of the causal form, without a GPU.
 
 What counts is the whole kernel: its passes are short, and their ends are as long as the passes.
 """
@@ -8,8 +8,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from crate_kernels.ops.tssa.cuda import persistent
+from crate_kernels.ops.tssa.cuda import persistent, walking
 from tests.cuda import compilers, resources
+from tests.ops.tssa import walking as walks
 from tests.ops.tssa.persistent import config
 from tests.tools.aot import harness
 
@@ -26,6 +27,23 @@ class Case(NamedTuple):
     config: dict
     seqlen: int
 
+    def launch(self):
+        """Return the kernel, its bytes of shared memory."""
+        _, nheads, head_dim, _, backward = self.sizes
+        shared = persistent.shared_bytes(nheads, head_dim, self.seqlen, backward, self.config)
+        return persistent.kernel(*self.sizes, self.config), shared
+
+
+class Walk(NamedTuple):
+    """A walking kernel: dtype, heads, channels and if there is a mask; its configuration."""
+
+    sizes: tuple
+    config: dict
+
+    def launch(self):
+        """Return the kernel and its bytes of shared memory."""
+        return walking.kernel(*self.sizes, self.config), walking.shared_bytes(*self.sizes[1:3], self.config)
+
 
 CASES = {
     "forward-384-channels": Case((BF16, 8, 48, False, False), config(4, 2, 192), 196),
@@ -41,6 +59,11 @@ CASES = {
     "backward-192-channels": Case((BF16, 4, 48, False, True), config(2, 2, 192), 196),
     "backward-512-channels": Case((BF16, 8, 64, False, True), config(8, 1, 192), 196),
     "backward-768-channels": Case((BF16, 12, 64, False, True), config(8, 2, 384), 196),
+    "walking-768-channels": Walk((BF16, 12, 64, False), walks.EIGHT),
+    "walking-768-channels-fp16": Walk((FP16, 12, 64, False), walks.config(8, 2, 384, 8)),
+    "walking-768-channels-padded": Walk((BF16, 12, 64, True), walks.EIGHT),
+    "walking-1024-channels": Walk((BF16, 16, 64, False), walks.EIGHT),
+    "walking-384-channels": Walk((BF16, 8, 48, False), walks.config(4, 1, 192, 16)),
 }
 # By NVRTC 13.0: registers and instructions, of which there may be no more; bytes of shared memory of a block, and
 # blocks of a multiprocessor, of which there may be no fewer.
@@ -58,19 +81,22 @@ RECORDED = {
     "backward-192-channels": (77, 4150, 168112, 1),
     "backward-512-channels": (79, 4414, 72112, 3),
     "backward-768-channels": (79, 4358, 194528, 1),
+    "walking-768-channels": (72, 3997, 114080, 2),
+    "walking-768-channels-fp16": (80, 3966, 131424, 1),
+    "walking-768-channels-padded": (70, 4388, 114080, 2),
+    "walking-1024-channels": (80, 4000, 120048, 1),
+    "walking-384-channels": (64, 3840, 74144, 3),
 }
-EVERY_TIME = ("forward-384-channels", "backward-384-channels")
+EVERY_TIME = ("forward-384-channels", "backward-384-channels", "walking-768-channels")
 
 
 def measured(name, compiler):
     """Return spilled bytes, registers, instructions, shared memory and blocks of a case."""
     of = CASES[name]
-    dtype, nheads, head_dim, masked, backward = of.sizes
-    kernel = persistent.kernel(dtype, nheads, head_dim, masked, backward, of.config)
+    kernel, shared = of.launch()
     cubin, (said,) = resources.compiled(compiler, kernel, 90)
     (function,) = harness.disassembled(cubin)
-    shared = persistent.shared_bytes(nheads, head_dim, of.seqlen, backward, of.config)
-    threads = persistent.threads_of(nheads * head_dim, of.config["THREADS"])
+    threads = persistent.threads_of(of.sizes[1] * of.sizes[2], of.config["THREADS"])
     warps = REGISTERS // (-(-said.registers // 8) * 8 * 32)  # registers are given to warps in units of 256
     blocks = min(warps // (threads // 32), SHARED // (shared + RESERVED))
     opcodes = [one.opcode for one in function.instructions]

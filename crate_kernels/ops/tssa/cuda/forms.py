@@ -15,7 +15,7 @@ from crate_kernels._cuda import launch
 from crate_kernels._cuda.launch import LaunchDevice, Shape
 from crate_kernels._cuda.records import DTYPES
 from crate_kernels.ops.tssa.call import TSSACall
-from crate_kernels.ops.tssa.cuda import persistent
+from crate_kernels.ops.tssa.cuda import persistent, walking
 from crate_kernels.ops.tssa.cuda.names import CAUSAL, FULL, resident
 from crate_kernels.ops.tssa.cuda.parameters import TssaBackward, TssaForward, TssaProblem, in_vectors, problem
 from crate_kernels.ops.tssa.cuda.persistent import Persistent
@@ -174,22 +174,24 @@ def _causal_form(p: TssaProblem, w: Tensor, dout: Tensor | None, gpu: LaunchDevi
     return LaunchForm(access, threads, shared_bytes, cuts=p.nchunks if p.nchunks > 1 else 0)
 
 
-def _persistent_form(
-    p: TssaProblem, w: Tensor, dout: Tensor | None, statistics: tuple[Tensor, ...], call: TSSACall, gpu: LaunchDevice
-) -> LaunchForm | None:
+def _persistent_form(found: Persistent | None) -> LaunchForm | None:
     """Return the form of a call that a persistent kernel takes."""
-    found = persistent.taken(p, w, dout, statistics, call, gpu)
     return found and LaunchForm(
         "", found.shape.threads, found.shape.shared_bytes, found.shape.cluster, persistent=found
     )
 
 
 def choose(
-    w: Tensor, dout: Tensor | None, call: TSSACall, causal: bool, statistics: tuple[Tensor, ...] = ()
+    w: Tensor,
+    dout: Tensor | None,
+    call: TSSACall,
+    causal: bool,
+    statistics: tuple[Tensor, ...] = (),
+    decoding: bool = False,
 ) -> tuple[TssaProblem, LaunchForm]:
     """Return the sizes of a call, cut into chunks, and its form; ``dout`` is None in a forward.
 
-    ``statistics``: the energies and moments that a backward of the full form reads.
+    ``statistics``: the energies and moments that a backward of the full form reads. ``decoding``: a cache is advanced.
 
     Raises:
         backends.Refused: tokens have no channels, or too many for the GPU's shared memory.
@@ -198,7 +200,12 @@ def choose(
     if not w.shape[1] * w.shape[-1]:
         raise backends.Refused(f"takes tokens with channels, {got}")
     p, gpu = problem(w, call), launch.gpu(w.device)
-    form = None if causal else _persistent_form(p, w, dout, statistics, call, gpu)
+    found = None
+    if not causal:
+        found = persistent.taken(p, w, dout, statistics, call, gpu)
+    elif dout is None and not decoding:
+        found = walking.taken(p, w, call, gpu)
+    form = _persistent_form(found)
     form = form or (_causal_form if causal else _full_form)(p, w, dout, gpu)
     if form.shared_bytes > gpu.shared_limit:
         direction = "forward" if dout is None else "backward"

@@ -82,6 +82,8 @@ def _causal_forward(
     p: TssaProblem, form: LaunchForm, a: TssaForward, sums: list[Tensor | None], state: State | None
 ) -> list[_PassLaunch]:
     """List the launches of the causal forward."""
+    if form.persistent is not None:
+        return [_PassLaunch(*form.persistent, [a])]
     parameters, blocks = [a, c_int(p.dtype)], p.nsequences * p.nchunks
     energy, members, output = (
         _PassLaunch(kernel, Shape(blocks, form.threads), parameters) for kernel in causal_steps(form.access, False)
@@ -118,7 +120,7 @@ def forward(
             contiguous("tssa", f"cache.{name}", held)
     else:
         given.forward_causal(w, temp, denom_bias, call)
-    p, form = choose(w, None, call, causal)
+    p, form = choose(w, None, call, causal, decoding=state is not None)
     out, membership = operator.empty_out(w), call.empty_membership(w)
     statistics = () if causal else (call.empty_channels(w), call.empty_channels(w))
     sums = [_empty_sums(w, p, form) for _ in range(2)]

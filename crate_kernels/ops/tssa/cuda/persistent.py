@@ -24,8 +24,10 @@ from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.cuda.parameters import TssaBackward, TssaForward, TssaProblem, in_vectors
 
 CAPABILITY = 90  # bulk copies and clusters: what other GPUs have of them, nothing has tried
-_MOST_OF_LANE, _MOST_THREADS = 8, 512  # heads of a lane in the softmax, which are in registers
-_VECTOR, _SLICE = 8, 32  # channels; tokens whose sums by vector are put down at a time
+MOST_THREADS = 512
+VECTOR = 8  # channels
+_MOST_OF_LANE = 8  # heads of a lane in the softmax, which are in registers
+_SLICE = 32  # tokens whose sums by vector are put down at a time
 _NONE = {"CLUSTER": 0, "BUFFERS": 0, "THREADS": 0}
 # CLUSTER: blocks; 0: none of these kernels. BUFFERS: sequences that a cluster has room for. THREADS: of a block, at
 # least. Every other one is what a run of few candidates times.
@@ -62,32 +64,37 @@ class Persistent(NamedTuple):
 
 def threads_of(width: int, least: int) -> int:
     """Return the threads of a block: whole warps, and groups of a thread for each vector of a token."""
-    unit = math.lcm(width // _VECTOR, 32)
+    unit = math.lcm(width // VECTOR, 32)
     return -(-least // unit) * unit
 
 
-def _four(count: int) -> int:
+def four(count: int) -> int:
+    """Return the least multiple of 4 from ``count`` on."""
     return -(-count // 4) * 4
 
 
 def shared_bytes(nheads: int, head_dim: int, seqlen: int, backward: bool, config: Config) -> int:
     """Return what a block takes of shared memory, as TssaPersistentShared does."""
     width, share, copies = nheads * head_dim, -(-seqlen // config["CLUSTER"]), 2 if backward else 1
-    vectors, sums = width // _VECTOR, _four(width + nheads)
+    vectors, sums = width // VECTOR, four(width + nheads)
     groups = threads_of(width, config["THREADS"]) // vectors
     buffers = config["BUFFERS"]
-    fixed = 4 + 2 * sums + copies * width + _four(nheads) + (2 * buffers * width if backward else 0)
+    fixed = 4 + 2 * sums + copies * width + four(nheads) + (2 * buffers * width if backward else 0)
     tokens = buffers * copies * share * width // 2
-    by_token = (1 + buffers if backward else 1) * _four(share * nheads) + _four(share)
+    by_token = (1 + buffers if backward else 1) * four(share * nheads) + four(share)
     return 4 * (fixed + tokens + by_token + max(min(share, _SLICE) * (vectors + 4), groups * sums))
+
+
+def sizes(nheads: int, head_dim: int, masked: bool, config: Config) -> str:
+    """Return the arguments of TssaSizes behind the dtype."""
+    threads = threads_of(nheads * head_dim, config["THREADS"])
+    return f"{nheads}, {head_dim}, {config['CLUSTER']}, {threads}, {config['BUFFERS']}, {str(masked).lower()}"
 
 
 def kernel(dtype: torch.dtype, nheads: int, head_dim: int, masked: bool, backward: bool, config: Config) -> Kernel:
     """Return the kernel of a configuration."""
-    threads = threads_of(nheads * head_dim, config["THREADS"])
-    sizes = f"{nheads}, {head_dim}, {config['CLUSTER']}, {threads}, {config['BUFFERS']}, {str(masked).lower()}"
     header, name = ("backward", "bwd") if backward else ("forward", "fwd")
-    kernel = f"tssa_full_{name}_persistent_kernel<{CPP_TYPES[dtype]}, {sizes}>"
+    kernel = f"tssa_full_{name}_persistent_kernel<{CPP_TYPES[dtype]}, {sizes(nheads, head_dim, masked, config)}>"
     return Kernel(f"tssa/cuda/persistent_{header}.cuh", kernel)
 
 
@@ -110,9 +117,25 @@ def serves(p: TssaProblem, gpu: LaunchDevice, *tensors: Tensor) -> bool:
         and p.head_dim % 16 == 0
         and _of_lane(p.nheads) <= _MOST_OF_LANE
         and p.seqlen > 0
-        and in_vectors(_VECTOR, *tensors)
+        and in_vectors(VECTOR, *tensors)
         and all(map(_side_by_side, tensors))
     )
+
+
+def resident(
+    p: TssaProblem,
+    chosen: Kernel,
+    record: type[TssaForward | TssaBackward],
+    shape: Shape,
+    device: torch.device,
+    gpu: LaunchDevice,
+) -> Persistent | None:
+    """Return a launch of as many clusters as there are sequences and the GPU holds at once; None: it holds none."""
+    asked = shape._replace(blocks=max(p.nsequences, 1) * shape.cluster)
+    clusters = gpu.active_clusters(launch.function(chosen, device, (record,)), asked)
+    if not clusters:
+        return None
+    return Persistent(chosen, shape._replace(blocks=min(p.nsequences, clusters) * shape.cluster))
 
 
 def taken(
@@ -127,13 +150,8 @@ def taken(
         return None
     threads = threads_of(p.width, config["THREADS"])
     bytes_ = shared_bytes(p.nheads, p.head_dim, p.seqlen, backward, config)
-    if threads > _MOST_THREADS or bytes_ > gpu.shared_limit:
+    if threads > MOST_THREADS or bytes_ > gpu.shared_limit:
         return None
     chosen = kernel(w.dtype, p.nheads, p.head_dim, call.key_padding_mask is not None, backward, config)
-    shape = Shape(max(p.nsequences, 1) * config["CLUSTER"], threads, bytes_, config["CLUSTER"])
-    clusters = gpu.active_clusters(
-        launch.function(chosen, w.device, (TssaBackward if backward else TssaForward,)), shape
-    )
-    if not clusters:
-        return None
-    return Persistent(chosen, shape._replace(blocks=min(p.nsequences, clusters) * config["CLUSTER"]))
+    shape = Shape(0, threads, bytes_, config["CLUSTER"])
+    return resident(p, chosen, TssaBackward if backward else TssaForward, shape, w.device, gpu)

@@ -1,0 +1,196 @@
+// walking.cuh, forward: reads w once and writes out and the membership once, in one launch.
+#pragma once
+
+#include "walking.cuh"
+
+namespace crate_kernels {
+
+// Places in the block's shared memory, in floats. walking.py has the same.
+template <class S>
+struct TssaWalkingShared {
+  static constexpr int kFirst = 4, kSecond = kFirst + S::kSums, kEnergies = kSecond + S::kSums;
+  static constexpr int kMoments = kEnergies + 2 * S::kWidth, kFacts = kMoments + 2 * S::kSums, kTokens = kFacts + 4;
+  int size, members, keep, scratch;  // size: of a step's tokens
+
+  CRATE_DEVICE explicit TssaWalkingShared(int chunk) {
+    const auto four = [](int n) { return (n + 3) / 4 * 4; };
+    size = chunk * S::kWidth / 2;
+    members = kTokens + S::kBuffers * size;
+    keep = members + four(chunk * S::kHeads);
+    scratch = keep + four(chunk);
+  }
+};
+
+// Fetches a step's tokens into a buffer; all threads of the block call it, and then wait.
+template <class S>
+struct TssaWalkingFetch {
+  using Shared = TssaWalkingShared<S>;
+  const TssaForward& f;
+  TssaLayout<S> layout;
+  uint32_t base;  // of shared memory
+  int size;
+
+  CRATE_DEVICE uint32_t tokens(int buffer) const { return base + 4 * (Shared::kTokens + buffer * size); }
+  CRATE_DEVICE uint32_t barrier(int buffer) const { return base + 8 * buffer; }
+
+  CRATE_DEVICE void operator()(const TssaSteps<S>& steps, int buffer) const {
+    if (!steps.there()) return;
+    const TssaSpan s = steps.template span<false>();
+    if (threadIdx.x == 0) mbarrier_expect(barrier(buffer), s.rows() * S::kWidth * 2);
+    bulk_tokens<S>(f.problem, f.w, s, layout, tokens(buffer), barrier(buffer));
+  }
+  CRATE_DEVICE void wait(int buffer, uint32_t phase) const { mbarrier_wait(barrier(buffer), phase); }
+};
+
+// The first token of a sequence that is kept; infinity: there is none. For the first warp.
+CRATE_DEVICE float first_kept(const TssaProblem& p, int index) {
+  const TssaSpan s = sequence_of(p, index);
+  const TssaMask keep = keep_of(p, s);
+  float first = INFINITY;
+  for (int n = threadIdx.x; n < s.count && first == INFINITY; n += kWarp)
+    if (keep(n, 0)) first = static_cast<float>(n);
+  return -warp_max(-first);
+}
+
+template <class T, int HEADS, int HEAD_DIM, int CLUSTER, int THREADS, int BUFFERS, bool MASKED>
+__global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_causal_fwd_walking_kernel(TssaForward f) {
+  using S = TssaSizes<T, HEADS, HEAD_DIM, CLUSTER, THREADS, BUFFERS, MASKED>;
+  using Shared = TssaWalkingShared<S>;
+  const TssaProblem& p = f.problem;
+  const Shared at(p.chunk_size);
+  float* const memory = reinterpret_cast<float*>(shared_memory());
+  float *const first = memory + Shared::kFirst, *const second = memory + Shared::kSecond,
+               *const kept_from = memory + Shared::kFacts, *const members = memory + at.members,
+               *const keep = memory + at.keep, *const scratch = memory + at.scratch;
+  double *const energies = reinterpret_cast<double*>(memory + Shared::kEnergies), *const moments =
+                                                                                      reinterpret_cast<double*>(
+                                                                                          memory + Shared::kMoments);
+  const TssaVectorOf<S> v;
+  const TssaLayout<S> layout(f.w, p.chunk_size);
+  const TssaWalkingFetch<S> fetch = {f, layout, shared_address(memory), at.size};
+  float* const sums = scratch + v.group * S::kSums;  // of the thread's group
+  float temp[S::kOfLane];                            // in bits
+#pragma unroll
+  for (int j = 0; j < S::kOfLane; ++j)
+    temp[j] = p.temp[static_cast<int>(threadIdx.x) % S::kLanes * S::kOfLane + j] * 1.4426950408889634f;
+
+  each_step<S>(p, fetch, [&](const TssaSteps<S>& steps, int buffer, uint32_t phase) {
+    const TssaSpan s = steps.template span<false>();
+    const bool start = steps.number == 0;
+    const int rows = s.rows();
+    const TssaGroup<S> own(p, v, rows);
+    const uint32_t tokens = first_of(v, layout, fetch.tokens(buffer), own.first);
+    const int pitch = 2 * layout.token;
+    put_keep<S>(p, s, keep);
+    if constexpr (MASKED) {
+      if (start && threadIdx.x < kWarp) {
+        const float from = first_kept(p, s.index);
+        if (threadIdx.x == 0) *kept_from = from;
+      }
+      __syncthreads();
+    }
+    fetch.wait(buffer, phase);
+    {
+      float acc[8] = {};
+      uint32_t from = tokens;
+#pragma unroll 4
+      for (int n = own.first; n < own.first + own.count; ++n, from += pitch) {
+        float x[8];
+        load_vector<T>(from, x);
+        const float scale = kWalkScale * kept<S>(keep, n);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) acc[i] += x[i] * x[i] * scale;
+      }
+      put_vector(sums + v.column(), acc);
+    }
+    __syncthreads();
+    add_groups<S, S::kWidth>(scratch, first);
+    cluster_sync();
+    before_groups<S, S::kWidth>(first, energies, scratch, start);
+    __syncthreads();
+    float running[8];
+    get_vector(sums + v.column(), running);
+    __syncthreads();
+    {
+      uint32_t from = tokens;
+      float* to = scratch + own.first * S::kRow + v.vector;
+#pragma unroll 4
+      for (int n = own.first; n < own.first + own.count; ++n, from += pitch, to += S::kRow) {
+        float x[8], ratios[2] = {};
+        load_vector<T>(from, x);
+        const float scale = kWalkScale * kept<S>(keep, n);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float square = x[i] * x[i];
+          running[i] += square * scale;
+          ratios[i % 2] += square * inverse_fast(floored(running[i], kCausalFloor * kWalkScale));
+        }
+        *to = ratios[0] + ratios[1];
+      }
+    }
+    __syncthreads();
+    const TssaRows stored = rows_of(p, f.membership, s);
+    each_row<S>(rows, [&](int n, int head, bool own_row) {
+      const int64_t position = s.first + n;
+      const bool seen = !MASKED || static_cast<float>(position) >= *kept_from;
+      // Only padded tokens, whose output is not read, are past the end.
+      const float* const bias = f.bias == nullptr ? nullptr : f.bias + min(position, f.bias_tokens - 1);
+      const auto similarity = [&](int h, float ratios) {
+        const float own_ratios = ratios * kWalkScale;
+        return bias == nullptr ? own_ratios : own_ratios + HEAD_DIM * bias[h * f.bias_tokens];
+      };
+      softmax_of_heads<S>(scratch + n * S::kRow, temp, similarity, seen, n, head, own_row, stored, members);
+    });
+    __syncthreads();
+    {
+      float acc[8] = {}, mass = 0.0f;
+      uint32_t from = tokens;
+#pragma unroll 4
+      for (int n = own.first; n < own.first + own.count; ++n, from += pitch) {
+        float x[8];
+        load_vector<T>(from, x);
+        const float weight = members[n * HEADS + v.head] * kept<S>(keep, n), scaled = weight * kWalkScale;
+        mass += weight;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) acc[i] += x[i] * x[i] * scaled;
+      }
+      put_vector(sums + v.column(), acc);
+      if (v.channel == 0) sums[S::kWidth + v.head] = mass;
+    }
+    __syncthreads();
+    add_groups<S, S::kSums>(scratch, second);
+    cluster_sync();
+    before_groups<S, S::kSums>(second, moments, scratch, start);
+    __syncthreads();
+    {
+      float mass = sums[S::kWidth + v.head];
+      get_vector(sums + v.column(), running);
+      const TssaTokens out = part_of(p, f.out, s);
+      T* to = reinterpret_cast<T*>(out.data) + out.at(own.first, v.head, v.channel);
+      uint32_t from = tokens;
+#pragma unroll 4
+      for (int n = own.first; n < own.first + own.count; ++n, from += pitch, to += out.token) {
+        float x[8];
+        load_vector<T>(from, x);
+        const float member = members[n * HEADS + v.head], weight = member * kept<S>(keep, n),
+                    scaled = weight * kWalkScale;
+        mass += weight;
+        const float masses = (mass + kMassFloor) * kWalkScale, factor = -member * masses;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          running[i] += x[i] * x[i] * scaled;
+          x[i] *= factor * inverse_fast(running[i] + masses);  // A = 1 / (1 + M) without the division of M
+        }
+        if (p.seed != nullptr) {
+          const uint32_t bits = kept_by_dropout(p, s.index, v.head, s.first + n, 1, v.channel, 8);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) x[i] *= bits >> i & 1 ? p.keep_factor : 0.0f;
+        }
+        store_vector(to, x);
+      }
+    }
+    if (s.chunk == 0) clear_uncovered(p, TssaHalves{{p.dtype}}, f.out, f.membership, s);
+  });
+}
+
+}  // namespace crate_kernels

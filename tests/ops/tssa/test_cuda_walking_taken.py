@@ -1,0 +1,110 @@
+"""Who takes the walking kernels of the causal form, under the emulator, and what tuning times."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from crate_kernels import TokenStatsCache
+from crate_kernels._triton import tune
+from crate_kernels._triton.table import LaunchRow
+from crate_kernels.cli.tune import judge
+from crate_kernels.ops.tssa import timed
+from crate_kernels.ops.tssa.cuda import walking
+from tests.ops.tssa.cuda import bias, call, temps, tokens
+from tests.ops.tssa.persistent import MOST_SHARED
+from tests.ops.tssa.walking import EIGHT, PAIRS, taking
+from tests.tools.emulator import emulated
+
+
+@pytest.fixture
+def hopper(device, library):
+    """Emulate a Hopper GPU; return a function that says if walking kernels were launched since it was last called."""
+    device(capability=90, shared_limit=MOST_SHARED, multiprocessors=4)
+
+    def walked():
+        return {*re.findall(r"tssa_\w+_walking_kernel\b", library.emulated_launches())}
+
+    walked()
+    return walked
+
+
+def halves(*shape):
+    return tokens(*shape, dtype=torch.bfloat16)
+
+
+def test_nothing_takes_them_by_default(hopper, backend):
+    call(True, backend)(halves(2, 3, 70, 16), temps(3), bias(3, 70))
+    assert hopper() == set()
+
+
+def test_where_they_are_chosen_they_are_launched_and_repeated(hopper, backend, repeated_calls):
+    inputs = halves(2, 3, 70, 16), temps(3), bias(3, 70)
+    with taking(PAIRS):
+        first = call(True, backend)(*inputs)
+        assert hopper() == {"tssa_causal_fwd_walking_kernel"}
+        again = call(True, backend)(*inputs)
+    assert all(map(torch.equal, first, again))
+    if repeated_calls is None:
+        pytest.skip("needs the C++ extension, which repeats calls: python -m crate_kernels build")
+    assert repeated_calls.refused == []
+
+
+# name: what of (batch, heads, tokens, channels), dtype, strides, GPU or configuration is other than what they serve
+OTHERS = {
+    "older-gpu": ((2, 3, 30, 16), {"capability": 80}),
+    "newer-gpu": ((2, 3, 30, 16), {"capability": 100}),
+    "fp32": ((2, 3, 30, 16), {"dtype": torch.float32}),
+    "24-channels": ((2, 3, 30, 24), {}),
+    "no-tokens": ((2, 3, 0, 16), {}),
+    "no-sequences": ((0, 3, 30, 16), {}),
+    "few-sequences": ((2, 3, 30, 16), {"multiprocessors": 9}),
+    "little-shared-memory": ((2, 3, 30, 16), {"shared_limit": 9 * 1024}),
+    "many-threads": ((2, 3, 30, 16), {"config": {**PAIRS, "THREADS": 513}}),
+    "no-such-cluster": ((2, 3, 30, 16), {"config": {**PAIRS, "CLUSTER": 8}}),
+    "unaligned": ((2, 3, 30, 16), {"strides": lambda w: torch.nn.functional.pad(w, (1, 15))[..., 1:17]}),
+}
+
+
+@pytest.mark.parametrize(("shape", "given"), OTHERS.values(), ids=OTHERS)
+def test_other_calls_are_left_to_other_kernels(shape, given, hopper, device, backend):
+    given = dict(given)
+    config, dtype = given.pop("config", PAIRS), given.pop("dtype", torch.bfloat16)
+    strides = given.pop("strides", lambda w: w)
+    device(**{"capability": 90, "shared_limit": MOST_SHARED, "multiprocessors": 4, **given})
+    with taking(config):
+        call(True, backend)(strides(tokens(*shape, dtype=dtype)), temps(shape[1]))
+    assert hopper() == set()
+
+
+def test_the_full_form_and_a_cache_are_left_to_other_kernels(hopper, backend):
+    with taking(PAIRS):
+        call(False, backend)(halves(2, 3, 30, 16), temps(3))
+        call(True, backend, cache=TokenStatsCache(2, 3, 16))(halves(2, 3, 70, 16), temps(3))
+    assert hopper() == set()
+
+
+def test_tuning_times_them(hopper, monkeypatch):
+    monkeypatch.setattr(timed, "_ELEMENTS", 2 * 70 * 48)
+    make, times = timed.whole(emulated.on_cuda("tssa"), 3, 16, 70, True, False, "cpu"), []
+
+    def clock(run):
+        hopper()
+        run()
+        times.append(bool(hopper()))
+        return 1.0 / len(times)
+
+    few = tune.Workload(replace(walking.FORWARD, candidates=(PAIRS,)), LaunchRow({}, 48, 128, half=True), make)
+    shipped = walking.FORWARD.shipped(torch.device("cpu"), 48, 128, True, torch.float16)
+    assert tune.search(few, shipped, clock, judge).config == PAIRS
+    assert times == [False, True]
+
+
+@pytest.mark.parametrize(("nheads", "head_dim"), [(12, 64), (16, 64), (20, 64)], ids=str)
+def test_published_sizes_have_candidates_that_fit(nheads, head_dim):
+    candidates = walking.FORWARD.candidates
+    assert EIGHT in candidates
+    fitting = [one for one in candidates if walking.shared_bytes(nheads, head_dim, one) <= MOST_SHARED]
+    width = nheads * head_dim
+    assert sum(walking.threads_of(width, one["THREADS"]) <= walking.MOST_THREADS for one in fitting) >= 4

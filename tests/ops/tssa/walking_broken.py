@@ -1,0 +1,58 @@
+"""Changes of the walking kernels that a test must find: the text, what replaces it, and a case."""
+
+_SUMS = "    __syncthreads();\n    add_groups<S, S::k{0}>(scratch, {1});\n    cluster_sync();\n"
+_FIRST, _SECOND = _SUMS.format("Width", "first"), _SUMS.format("Sums", "second")
+
+# Of csrc/tssa/cuda/walking.cuh and walking_forward.cuh.
+BROKEN = {
+    "no-barrier-behind-a-step": ("    __syncthreads();  // now the buffer may be filled again\n", "", "three-steps"),
+    "one-buffer": ("fetch(ahead, 1 - buffer);", "fetch(ahead, buffer);", "three-steps"),
+    "other-phase": ("(trip / S::kBuffers & 1)", "(trip & 1)", "three-steps"),
+    "not-waited-for": (
+        "mbarrier_wait(barrier(buffer), phase); }",
+        "mbarrier_wait(barrier(buffer), phase ^ 1); }",
+        "three-steps",
+    ),
+    "no-fence-of-barriers": ("    mbarrier_init_fence();\n", "", "three-steps"),
+    "bytes-of-half-the-tokens": ("s.rows() * S::kWidth * 2);", "s.rows() * S::kWidth);", "three-steps"),
+    "first-groups-not-waited-for": (_FIRST, _FIRST.replace("    __syncthreads();\n", ""), "three-steps"),
+    "first-cluster-not-waited-for": (_FIRST, _FIRST.replace("cluster_sync", "__syncthreads"), "three-steps"),
+    "second-groups-not-waited-for": (_SECOND, _SECOND.replace("    __syncthreads();\n", ""), "three-steps"),
+    "second-cluster-not-waited-for": (_SECOND, _SECOND.replace("cluster_sync", "__syncthreads"), "three-steps"),
+    "sums-overwritten-early": (
+        "    get_vector(sums + v.column(), running);\n    __syncthreads();\n",
+        "    get_vector(sums + v.column(), running);\n",
+        "three-steps",
+    ),
+    "ranks-in-another-order": (
+        "if (r == rank) before = sum;",
+        "if (r == S::kCluster - 1 - rank) before = sum;",
+        "three-steps",
+    ),
+    "carry-of-another-sequence": ("start ? 0.0 : carry[j]", "start ? carry[j] : carry[j]", "whole-steps"),
+    "carry-forgotten": ("start ? 0.0 : carry[j]", "0.0 * start", "three-steps"),
+    "groups-alike": (
+        "      before = next;\n",
+        "      before = plus(before, by_each(next, [](float v) { return 0.0f * v; }));\n",
+        "three-steps",
+    ),
+    "steps-of-the-longest": ("(sequence_of(p, index).count + stride", "(p.seqlen - 1 + stride", "packed"),
+    "one-group-for-all": ("first = v.group * most,", "first = 0 * v.group * most,", "three-steps"),
+    "masked-tokens-counted": (
+        "const float scale = kWalkScale * kept<S>(keep, n);\n#pragma unroll\n        for (int i = 0; i < 8; ++i) acc",
+        "const float scale = kWalkScale;\n#pragma unroll\n        for (int i = 0; i < 8; ++i) acc",
+        "padded-right",
+    ),
+    "membership-before-kept-tokens": ("const bool seen = !MASKED ||", "const bool seen = true ||", "padded-left"),
+    "bias-of-another-place": (
+        "min(position, f.bias_tokens - 1)",
+        "min(position / 2, f.bias_tokens - 1)",
+        "three-steps",
+    ),
+    "dropout-of-another-token": ("v.head, s.first + n, 1, v.channel", "v.head, n, 1, v.channel", "dropout"),
+    "mass-without-its-token": (
+        "        mass += weight;\n        const float masses",
+        "        const float masses",
+        "three-steps",
+    ),
+}
