@@ -138,7 +138,8 @@ class CausalMSSABlock(nn.Module):
         max_seqlen: int | None = None,
     ) -> Tensor:
         """Return the next tokens (batch, seqlen, n_embd)."""
-        x = x + self.attn(self.prenorm_1(x), key_padding_mask, cache, cu_seqlens, max_seqlen)
+        packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        x = x + self.attn(self.prenorm_1(x), key_padding_mask=key_padding_mask, cache=cache, **packing)
         return self.ista(self.prenorm_2(x))
 
 

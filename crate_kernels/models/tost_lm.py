@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from crate_kernels.models._shared import official
 from crate_kernels.models._shared.language import LanguageConfig, LanguageModel
-from crate_kernels.nn import CausalTSSA, _linear
+from crate_kernels.nn import CausalTSSA, _heads, _linear
 from crate_kernels.ops.tssa import TokenStatsCache
 
 
@@ -80,7 +80,9 @@ class CausalTSSABlock(nn.Module):
         max_seqlen: int | None = None,
     ) -> Tensor:
         """Return the next tokens (batch, seqlen, n_embd)."""
-        update = self.attn(self.ln_1(x), key_padding_mask, cache, cu_seqlens, max_seqlen)
+        _heads.refuse_replayed("ToSTLM", self, cu_seqlens=cu_seqlens)  # padding at the end changes no other token
+        packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        update = self.attn(self.ln_1(x), key_padding_mask=key_padding_mask, cache=cache, **packing)
         x = torch.addcmul(x, self.gamma1, update)
         return torch.addcmul(x, self.gamma2, self.mlp(self.ln_2(x)))
 

@@ -43,6 +43,17 @@ def split_local(owner: str, projected: Tensor, head_dim: int) -> Tensor:
     return projected.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
 
+def refuse_replayed(owner: str, layer: nn.Module, **given: Any) -> None:
+    """Refuse what opacus loses: it runs a layer with parameters of its own again, on the first argument alone."""
+    if "ft_compute_sample_grad" in vars(layer):
+        for name, value in given.items():
+            if value is not None:
+                raise NotImplementedError(
+                    f"{owner}: {name} must be None under opacus, got a {type(value).__name__}: it runs the layer again "
+                    "without it; take vmap of a gradient"
+                )
+
+
 def whole(owner: str, projected: Tensor, width: int, reason: str) -> Tensor:
     """Require the whole projection, not one process's part of it; return it."""
     if projected.shape[-1] != width:

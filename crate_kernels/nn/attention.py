@@ -245,6 +245,7 @@ class TSSA(nn.Module):
             return _symbols.leaf(self, x, key_padding_mask)
         if isinstance(unknown, dict) and unknown:
             checks.no_keyword(TSSA.forward, unknown)
+        _heads.refuse_replayed("TSSA", self, key_padding_mask=key_padding_mask)
         x, size = _maps.tokens("TSSA", x, self.dim, self.data_format)
         if size is not None:
             key_padding_mask = _maps.mask_of("TSSA", key_padding_mask, x, size)

@@ -184,6 +184,7 @@ class CausalTSSA(nn.Module):
             return _symbols.leaf(self, x, key_padding_mask, cache, cu_seqlens, max_seqlen)
         if isinstance(unknown, dict) and unknown:
             checks.no_keyword(CausalTSSA.forward, unknown)
+        _heads.refuse_replayed("CausalTSSA", self, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
         _heads.tokens("CausalTSSA", x, self.n_embd)
         projected = _heads.whole(
             "CausalTSSA", _linear.linear(self.c_attn, x, self.backend), self.n_embd, _heads.SOFTMAX_OVER_HEADS

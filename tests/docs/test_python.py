@@ -25,6 +25,7 @@ NEEDS = {  # page -> packages that it is about
     "docs/models.md": (),
     "docs/moving.md": (),
     "docs/mssa.md": (),
+    "docs/opacus.md": ("opacus",),
     "docs/support.md": (),
     "docs/timm.md": ("timm", "torchvision"),
     "docs/tools.md": ("onnxscript", "onnxruntime"),
@@ -40,11 +41,12 @@ LEAST_ASSERTED |= dict.fromkeys([page for page in NEEDS if "tutorials" in page],
 DOCSTRINGS = {"crate_kernels/models/_shared/base.py: save_pretrained"}
 
 
-# PyTorch's exporter to ONNX warns, of itself.
-EXPORTS = [pytest.mark.filterwarnings(f"ignore::{kind}Warning") for kind in ("Deprecation", "Future", "User")]
+# PyTorch's exporter to ONNX warns, of itself, and so does opacus.
+ALOUD = [pytest.mark.filterwarnings(f"ignore::{kind}Warning") for kind in ("Deprecation", "Future", "User")]
+MARKS = dict.fromkeys(("docs/tools.md", "docs/opacus.md"), ALOUD)
 
 
-@pytest.mark.parametrize("page", [pytest.param(p, marks=EXPORTS if "onnxscript" in NEEDS[p] else ()) for p in NEEDS])
+@pytest.mark.parametrize("page", [pytest.param(p, marks=MARKS.get(p, ())) for p in NEEDS])
 def test_every_python_block_runs(page, tmp_path, monkeypatch):
     for package in NEEDS[page]:
         pytest.importorskip(package, reason=f"needs {package}")

@@ -17,7 +17,7 @@ from crate_kernels._core import checks
 from crate_kernels.integrations.transformers import base, configs, documents
 from crate_kernels.integrations.transformers.caches import StateLayer
 from crate_kernels.models import aot, crate_lm, tost_lm
-from crate_kernels.models._shared.base import run
+from crate_kernels.models._shared.base import place, run
 
 # transformers 5.24 renamed the cache of earlier tokens, in calls and in results. Calls may have either name.
 _CACHE, _OTHER = "cache", "past_key_values"
@@ -116,7 +116,7 @@ class LanguageBase(base.Model):
 
         x = rows.pack(x)
         positions = self._positions(seen, x.shape[1], x.device) if row is None else row.positions
-        x = cast(Any, self.drop)(x + cast(Any, self.wpe)(positions))
+        x = cast(Any, self.drop)(x + place(cast(nn.Embedding, self.wpe), positions, x.shape[0]))
         packing = () if row is None else (None, row.cu_seqlens, row.max_seqlen)
         collect = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states: list[Tensor] = []

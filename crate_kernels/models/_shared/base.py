@@ -104,10 +104,24 @@ class ReferenceModel(pretrained.Configured):
 
 
 def run(recompute: bool, function: Callable[..., Output], *args: Any) -> Output:
-    """Call ``function``; with ``recompute`` its activations are recomputed in the backward instead of kept."""
+    """Call ``function``; with ``recompute`` its activations are recomputed in the backward instead of kept.
+
+    Nones at the end are left out: opacus takes each argument of a layer that it hooks for a tensor.
+    """
+    while args[-1] is None:
+        args = args[:-1]
     if recompute and torch.is_grad_enabled():
         return checkpoint(function, *args, use_reentrant=False)  # pyright: ignore[reportReturnType]
     return function(*args)
+
+
+def place(positions: nn.Embedding, indices: Tensor, batch: int) -> Tensor:
+    """Return the positions (seqlen, dim), or (batch, seqlen, dim) where a hook waits for their gradient.
+
+    Opacus takes the first dimension of what a hooked layer gets for the samples.
+    """
+    shared = indices.dim() == 1 and not positions._backward_hooks
+    return positions(indices if shared else indices.expand(batch, indices.shape[-1]))
 
 
 class Stack(nn.Module):

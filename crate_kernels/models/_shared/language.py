@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from crate_kernels._core import checks
 from crate_kernels.models._shared import fields
 from crate_kernels.models._shared import generate as _generate
-from crate_kernels.models._shared.base import ReferenceModel, run
+from crate_kernels.models._shared.base import ReferenceModel, place, run
 from crate_kernels.nn import _linear, _symbols
 
 
@@ -136,7 +136,8 @@ class LanguageModel(ReferenceModel):
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         if offsets is not None:
             positions = positions + offsets[:, None]
-        x = self.transformer["drop"](self.transformer["wte"](tokens) + self.transformer["wpe"](positions))
+        placed = place(cast(nn.Embedding, self.transformer["wpe"]), positions, tokens.shape[0])
+        x = self.transformer["drop"](self.transformer["wte"](tokens) + placed)
         for index, block in enumerate(cast(nn.ModuleList, self.transformer["h"])):
             cache = None if caches is None else caches[index]
             x = run(self.config.grad_checkpointing, self._runner(block), x, key_padding_mask, cache)

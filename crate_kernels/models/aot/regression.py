@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from crate_kernels._core import checks
 from crate_kernels.models._shared import fields
-from crate_kernels.models._shared.base import ReferenceModel, run
+from crate_kernels.models._shared.base import ReferenceModel, place, run
 from crate_kernels.models.aot.layers import Layer, check_step, init_language
 from crate_kernels.nn import _symbols
 
@@ -118,7 +118,7 @@ class AoTRegression(ReferenceModel):
             )
         values = nn.functional.pad(ys.unsqueeze(-1), (0, c.n_dims - 1))
         tokens = torch.stack((xs, values), dim=2).flatten(1, 2)  # x_1, (f(x_1), 0, ..), x_2, ..
-        x = self.read_in(tokens) + self.wpe(torch.arange(tokens.shape[1], device=xs.device))
+        x = self.read_in(tokens) + place(self.wpe, torch.arange(tokens.shape[1], device=xs.device), xs.shape[0])
         for layer in self.layers:
             x = run(c.grad_checkpointing, layer, x)
         # Copied: fully_shard's backward hook on a view is lost if the view is later changed in place.
