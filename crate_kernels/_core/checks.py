@@ -21,6 +21,7 @@ from torch._C._functorch import get_interpreter_stack
 from torch.autograd import forward_ad
 
 from crate_kernels._core import given
+from crate_kernels._core.packing import unmapped
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -169,20 +170,20 @@ def padding_mask(op: str, mask: object, w: Tensor) -> None:
     same_device(op, "key_padding_mask", mask, w)
 
 
-def _values_readable(t: Tensor) -> bool:
-    """Return whether reading values is free (host memory) and possible (not traced, not batched)."""
-    return (
-        t.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and type(t) is Tensor
-        and not torch._C._are_functorch_transforms_active()
-    )
+def _readable(t: Tensor) -> Tensor | None:
+    """Return what holds the values, with mapped dimensions in front, if these are free to read and not traced."""
+    if t.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    if torch._C._are_functorch_transforms_active():
+        t = unmapped(t)
+    return t if type(t) is Tensor else None
 
 
 def indices(op: str, name: str, value: Tensor, stop: int, start: int = 0) -> None:
     """Require integers in [start, stop), of a tensor whose values are free to read."""
-    if _values_readable(value) and value.numel() > 0:
-        low, high = (int(each) for each in value.aminmax())
+    read = _readable(value)
+    if read is not None and read.numel() > 0:
+        low, high = (int(each) for each in read.aminmax())
         if low < start or high >= stop:
             got = low if low < start else high
             raise ValueError(f"{op}: {name} must be {start} to {stop - 1}, got {got}")
@@ -190,18 +191,19 @@ def indices(op: str, name: str, value: Tensor, stop: int, start: int = 0) -> Non
 
 def right_padded(op: str, mask: Tensor) -> None:
     """Require every row of a CPU mask to be True up to its length and False after it."""
-    if _values_readable(mask) and bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+    read = _readable(mask)
+    if read is not None and bool((read[..., 1:] & ~read[..., :-1]).any()):
         raise ValueError(f"{op}: key_padding_mask must be right-padded when a cache is given")
 
 
 def cu_seqlens_values(op: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
     """Require 0 <= cu_seqlens[0] <= ... <= cu_seqlens[-1] <= total, no sequence above max_seqlen."""
-    bounds = cu_seqlens.tolist()
-    lengths = [b - a for a, b in itertools.pairwise(bounds)]
-    if bounds[0] < 0 or bounds[-1] > total or any(n < 0 for n in lengths):
-        raise ValueError(f"{op}: cu_seqlens must rise within 0 to total = {total}, got {bounds}")
-    if lengths and max(lengths) > max_seqlen:
-        raise ValueError(f"{op}: max_seqlen must be >= the longest sequence = {max(lengths)}, got {max_seqlen}")
+    for bounds in cu_seqlens.flatten(0, -2).tolist() if cu_seqlens.dim() > 1 else [cu_seqlens.tolist()]:
+        lengths = [b - a for a, b in itertools.pairwise(bounds)]
+        if bounds[0] < 0 or bounds[-1] > total or any(n < 0 for n in lengths):
+            raise ValueError(f"{op}: cu_seqlens must rise within 0 to total = {total}, got {bounds}")
+        if lengths and max(lengths) > max_seqlen:
+            raise ValueError(f"{op}: max_seqlen must be >= the longest sequence = {max(lengths)}, got {max_seqlen}")
 
 
 def packing(op: str, cu_seqlens: object, max_seqlen: object, w: Tensor) -> int:
@@ -219,8 +221,9 @@ def packing(op: str, cu_seqlens: object, max_seqlen: object, w: Tensor) -> int:
         raise ValueError(f"{op}: max_seqlen must be >= 0, got {max_seqlen}")
     if type(max_seqlen) is int and max_seqlen > _LARGEST:
         raise ValueError(f"{op}: max_seqlen must be below 2**63, got {max_seqlen}")
-    if _values_readable(cu_seqlens):
-        cu_seqlens_values(op, cu_seqlens, w.shape[0], int(max_seqlen))
+    read = _readable(cu_seqlens)
+    if read is not None:
+        cu_seqlens_values(op, read, w.shape[0], int(max_seqlen))
     return max_seqlen  # pyright: ignore[reportReturnType]  # a SymInt under compile
 
 
@@ -270,8 +273,9 @@ def cache_rows(op: str, name: str, value: Tensor, lengths: Tensor) -> None:
 def cache_index(op: str, index: Tensor, lengths: Tensor) -> None:
     """Require an integer (batch,) tensor of the cache's sequence indices; check values only where reading is free."""
     cache_rows(op, "index", index, lengths)
-    if _values_readable(index) and bool(((index < 0) | (index >= len(index))).any()):
-        raise ValueError(f"{op}: index must be of sequences 0 to {len(index) - 1}, got {index.tolist()}")
+    read = _readable(index)
+    if read is not None and bool(((read < 0) | (read >= len(index))).any()):
+        raise ValueError(f"{op}: index must be of sequences 0 to {len(index) - 1}, got {read.tolist()}")
 
 
 def cache_matches(op: str, w: Tensor, sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype | None) -> None:

@@ -6,6 +6,24 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_get_bdim
+
+
+def unmapped(t: Tensor) -> Tensor:
+    """Return what the transforms of ``torch.func`` wrap, with the dimensions that ``vmap`` took away in front."""
+    while is_functorch_wrapped_tensor(t):
+        dim, t = maybe_get_bdim(t), get_unwrapped(t)
+        t = t if dim < 0 else t.movedim(dim, 0)
+    return t
+
+
+def bounds(cu_seqlens: Tensor) -> list[int] | None:
+    """Return the offsets as numbers; None where ``vmap`` gives each sample its own."""
+    return None if _is_mapped(cu_seqlens) else unmapped(cu_seqlens).tolist()
+
+
+def _is_mapped(t: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and unmapped(t).dim() > t.dim()
 
 
 @dataclass(frozen=True)
@@ -53,7 +71,11 @@ def layout(cu_seqlens: Tensor, max_seqlen: int, total: int) -> PackedLayout:
     row = torch.arange(total, device=bounds.device)
     mask = place < (bounds[1:] - bounds[:-1])[:, None]
     source = (bounds[:-1, None] + place).clamp(max=max(total - 1, 0))
-    sequence = (torch.searchsorted(bounds, row, right=True) - 1).clamp(0, mask.shape[0] - 1)
+    if _is_mapped(bounds):  # PyTorch's rule copies the rows for each sample, and warns of it
+        starts = (row[:, None] >= bounds).sum(1)
+    else:
+        starts = torch.searchsorted(bounds, row, right=True)
+    sequence = (starts - 1).clamp(0, mask.shape[0] - 1)
     position = row - bounds[sequence]
     inside = (row < bounds[-1]) & (position >= 0) & (position < max_seqlen)
     return PackedLayout(mask, source, sequence, position.clamp(0, max(max_seqlen - 1, 0)), inside)

@@ -62,7 +62,7 @@ class MaskMeaning:
         """Return the operator's options; None where reading them would wait for a device."""
         kept = value if value.dtype == torch.bool else value != 0
         kept = kept if self.keep else ~kept
-        readable = checks._values_readable(value)
+        readable = checks._readable(value) is value
         if self.pairs:
             if not readable:
                 return None

@@ -155,3 +155,66 @@ def test_half_tokens_beside_a_whole_dictionary(backend, tokens, dtype):
     # Products of half tokens, whose sums over 8 tokens are rounded once.
     error = (found - exact[1]).abs().max() / exact[1].abs().max()
     assert error < 8 * torch.finfo(dtype).eps
+
+
+OFFSETS = torch.stack([offsets((1, 2)), torch.tensor([1, 1, 4], dtype=torch.int32), offsets((0, 4))])
+LONGEST = {"max_seqlen": 4}
+OF_OFFSETS = {
+    "mssa": lambda w, cu, **b: mssa(w, cu_seqlens=cu, **LONGEST, **b),
+    "mssa-causal": lambda w, cu, **b: mssa(w, cu_seqlens=cu, causal=True, scale=0.3, **LONGEST, **b),
+    "mssa-lse": lambda w, cu, **b: mssa(w, cu_seqlens=cu, return_lse=True, **LONGEST, **b)[1],
+    "mssa-threshold": lambda w, cu, **b: mssa(w, cu_seqlens=cu, phi="threshold", threshold=0.2, **LONGEST, **b),
+    "tssa": lambda w, cu, **b: tssa(w, TEMP[0], cu_seqlens=cu, **LONGEST, **b),
+    "tssa-membership": lambda w, cu, **b: tssa(w, TEMP[0], cu_seqlens=cu, return_membership=True, **LONGEST, **b)[1],
+    "tssa-causal": lambda w, cu, **b: tssa(w, TEMP[0], causal=True, denom_bias=BIAS[0], cu_seqlens=cu, **LONGEST, **b),
+}
+ROWS = W[:, 0].transpose(1, 2)  # (samples, tokens, heads, channels)
+
+
+def of_offsets(names):
+    return pytest.mark.parametrize(
+        ("name", "backend"),
+        [
+            pytest.param(name, p.values[0], id=f"{name}-{p.values[0]}", marks=() if name in FEW else VARIATION)
+            for name in names
+            for p in backends(op(name))
+            if p.values[1] == "cpu"
+        ],
+    )
+
+
+@of_offsets(OF_OFFSETS)
+def test_each_sample_may_have_offsets(name, backend):
+    def loss(w, cu):
+        return OF_OFFSETS[name](w, cu, backend=backend).sin().sum()
+
+    each = [grad(loss)(w, cu) for w, cu in zip(ROWS, OFFSETS, strict=True)]
+    torch.testing.assert_close(vmap(grad(loss))(ROWS, OFFSETS), torch.stack(each))
+    one = torch.stack([loss(ROWS[0], cu) for cu in OFFSETS])
+    torch.testing.assert_close(vmap(loss, (None, 0))(ROWS[0], OFFSETS), one)
+    columns = vmap(loss, (None, 1))(ROWS[0], OFFSETS.T.contiguous())
+    torch.testing.assert_close(columns, one)
+    twice = vmap(vmap(loss, (None, 0)), (0, None))(ROWS, OFFSETS)
+    torch.testing.assert_close(twice[0], one)
+
+
+BAD = {
+    "falls": (((0, 1, 3), (0, 3, 1), (0, 1, 3)), 4, r"cu_seqlens must rise within 0 to total = 4, got \[0, 3, 1\]"),
+    "beyond": (((0, 1, 3), (0, 1, 3), (0, 1, 5)), 4, r"cu_seqlens must rise within 0 to total = 4, got \[0, 1, 5\]"),
+    "longer": (((0, 1, 3), (0, 1, 4), (0, 1, 3)), 2, "max_seqlen must be >= the longest sequence = 3, got 2"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@of_offsets(["mssa", "tssa"])
+def test_offsets_of_a_sample_are_checked(name, backend, case):
+    wrong, longest, says = BAD[case]
+
+    def loss(w, cu):
+        options = {"cu_seqlens": cu, "max_seqlen": longest, "backend": backend}
+        return (mssa(w, **options) if name == "mssa" else tssa(w, TEMP[0], **options)).sum()
+
+    wrong = torch.tensor(wrong, dtype=torch.int32)
+    for call in (vmap(loss), vmap(grad(loss)), lambda w, cu: [grad(loss)(*each) for each in zip(w, cu, strict=True)]):
+        with pytest.raises(ValueError, match=f"{name}: {says}"):
+            call(ROWS, wrong)

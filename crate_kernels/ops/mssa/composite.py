@@ -126,9 +126,11 @@ def mssa(w: Tensor, call: MSSACall, plain: str | None, return_lse: bool) -> tupl
 
     if call.cu_seqlens is None:
         return dense(w, call)
-    if call.cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    readable = call.cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
+    bounds = packing.bounds(call.cu_seqlens) if readable else None
+    if bounds is not None:
         # Offsets on the CPU are free to read: each sequence costs no more than its own length.
-        bounds, one = call.cu_seqlens.tolist(), call.batched(None)
+        one = call.batched(None)
         lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
         covered = w[bounds[0] : bounds[-1]]
         parts = [dense(sequence.transpose(0, 1)[None], one) for sequence in covered.split(lengths)]

@@ -61,8 +61,12 @@ def forward(w: Tensor, call: MSSACall, plain: str | None = None) -> tuple[Tensor
     """Return ``out`` and ``lse``; ``plain`` is "relu" or "identity" where they take the place of the softmax."""
     if call.cu_seqlens is None:
         return _dense(w, call, plain, 0)
+    bounds = packing.bounds(call.cu_seqlens)
+    if bounds is None:
+        padded, layout = packing.pad(w, call.cu_seqlens, call.max_seqlen)
+        out, lse = _dense(padded, call.batched(layout.mask), plain, 0)
+        return layout.pack(out), layout.pack_rows(lse)
     outs, lses = [], []
-    bounds = call.cu_seqlens.tolist()
     for index, (start, end) in enumerate(itertools.pairwise(bounds)):
         out, lse = _dense(w[start:end].transpose(0, 1).unsqueeze(0), call, plain, index)
         outs.append(out[0].transpose(0, 1))

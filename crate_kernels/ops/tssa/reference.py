@@ -85,8 +85,8 @@ def causal(
 def forward(w: Tensor, temp: Tensor, call: TSSACall) -> tuple[Tensor, Tensor]:
     """Return ``out`` and membership of the full form, of a padded batch or of packed sequences."""
 
-    def dense(w: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        return full(w, temp, call.key_padding_mask, call.dropout_factor(w, 1, w.dtype, first))
+    def dense(w: Tensor, first: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        return full(w, temp, mask, call.dropout_factor(w, 1, w.dtype, first))
 
     return _each_sequence(dense, w, call)
 
@@ -94,20 +94,24 @@ def forward(w: Tensor, temp: Tensor, call: TSSACall) -> tuple[Tensor, Tensor]:
 def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: TSSACall) -> tuple[Tensor, Tensor]:
     """Return ``out`` and membership of the causal form, of a padded batch or of packed sequences."""
 
-    def dense(w: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    def dense(w: Tensor, first: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         bias = None if denom_bias is None else denom_bias[:, : w.shape[2]]
-        return causal(w, temp, bias, call.key_padding_mask, call.dropout_factor(w, w.shape[2], w.dtype, first))
+        return causal(w, temp, bias, mask, call.dropout_factor(w, w.shape[2], w.dtype, first))
 
     return _each_sequence(dense, w, call)
 
 
 def _each_sequence(dense: Callable, w: Tensor, call: TSSACall) -> tuple[Tensor, Tensor]:
-    """Return what ``dense(w, number of its first sequence)`` does of a padded batch, or sequence by sequence."""
+    """Return what ``dense(w, number of its first sequence, mask)`` does of a padded batch, or sequence by sequence."""
     if call.cu_seqlens is None:
-        return dense(w, 0)
-    bounds = call.cu_seqlens.tolist()
+        return dense(w, 0, call.key_padding_mask)
+    bounds = packing.bounds(call.cu_seqlens)
+    if bounds is None:
+        padded, layout = packing.pad(w, call.cu_seqlens, call.max_seqlen)
+        out, membership = dense(padded, 0, layout.mask)
+        return layout.pack(out), layout.pack_rows(membership)
     parts = [
-        dense(w[start:end].transpose(0, 1)[None], index)
+        dense(w[start:end].transpose(0, 1)[None], index, None)
         for index, (start, end) in enumerate(itertools.pairwise(bounds))
     ]
     out = packing.join([out[0].transpose(0, 1) for out, _ in parts], bounds, len(w), 0)
