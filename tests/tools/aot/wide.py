@@ -3,7 +3,7 @@
 from tests.tools.aot import harness
 
 _GLOBAL = ("LDG", "STG", "LDGSTS")
-_NARROW = ("U8", "S8", "U16", "S16")
+_BITS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}  # of an access; others have 32
 
 
 def accesses(launch, target):
@@ -13,6 +13,10 @@ def accesses(launch, target):
     return [one for one in function.instructions if one.name in _GLOBAL]
 
 
-def narrow(launch, target):
-    """List the accesses that move one number of 16 bits or less: where tokens have 16 bits, these are theirs."""
-    return [one.opcode for one in accesses(launch, target) if set(one.modifiers) & set(_NARROW)]
+def widths(launch, target):
+    """Return the bits that each access moves, by "load" and "store"; of a kernel that only does one, by that alone."""
+    found = {}
+    for one in accesses(launch, target):
+        bits = next((_BITS[word] for word in one.modifiers if word in _BITS), 32)
+        found.setdefault("store" if one.name == "STG" else "load", []).append(bits)
+    return found
