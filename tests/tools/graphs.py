@@ -94,7 +94,7 @@ def stand_in(monkeypatch):
     """Put ``Graph`` in the place of CUDA's graphs; what is read because a CPU's values are at hand is read no more."""
     Graph.made = []
     monkeypatch.setattr(graphed, "_DEVICES", ("cpu",))
-    monkeypatch.setattr(checks, "_values_readable", lambda tensor: False)
+    monkeypatch.setattr(checks, "_readable", lambda tensor: None)
     monkeypatch.setattr(composite, "_clear_beyond", composite._clear_unread)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", _capturing)
