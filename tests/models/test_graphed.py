@@ -91,7 +91,7 @@ def foreign(model):
     """Give the first layer a cache that is not of this library."""
     attn = model.transformer["h"][0].attn
     attn.new_cache = lambda batch, max_seqlen: SimpleNamespace()
-    attn.forward = lambda x, *given: x
+    attn.forward = lambda x, **given: x
     return model
 
 
