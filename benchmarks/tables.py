@@ -240,28 +240,28 @@ _ON_A_GPU = (
     ("tssa", "vit-196", "`tssa`, ToST-S, {batch} × 196"),
     ("ista", "crate-b", "`ista`, CRATE-B, {batch} × 197"),
 )
-_BESIDE = {"eager": "eager", "compile": "`torch.compile`", "sdpa": "SDPA"}
+_BESIDE = {"eager": "eager", "compile": "compiled", "sdpa": "SDPA"}
 
 
-def _readme(results: Results) -> str:
-    """Render the README's table, forward and backward: by two clocks on a GPU, by dtype on a CPU."""
+def _readme(results: Results, clock: str = "") -> str:
+    """Render the README's table, forward and backward: by one clock of a GPU with its memory, by dtype on a CPU."""
     gpu = results.machine["gpu"]
-    user = "loop" if "loop" in results.clocks(direction="both") else "calls"
-    views = (
-        [("GPU: ", "bf16", results.by("device")), (f"{user}: ", "bf16", results.by(user))]
-        if gpu
-        else [(f"{dtype}: ", dtype, results) for dtype in ("fp32", "bf16")]
-    )
+    views = [("", "bf16", results.by(clock))] if gpu else [(f"{d}: ", d, results) for d in ("fp32", "bf16")]
     lines = []
     for bench, case, name in _ON_A_GPU if gpu else _ON_A_CPU:
         direction = "step" if bench == "models" else "both"
-        cells_of = [_beside(found, bench, case, dtype, direction) for _, dtype, found in views]
+        found = [cell for _, dtype, timed in views for cell in _beside(timed, bench, case, dtype, direction)]
         shapes = [row.shape for row in results.find(bench=bench, case=case) if row.shape]
-        if any(cell != "-" for found in cells_of for cell in found):
-            memory = [_memory_of(results, bench, case)] if gpu else []
-            lines.append([name.format(batch=shapes[0][0]), *(cell for found in cells_of for cell in found), *memory])
-    titles = [f"{said}{name}" for said, _, _ in views for name in ("ours, ms", *_BESIDE.values())]
-    return cells.markdown(["", *titles, *(["memory, MiB: eager → ours"] if gpu else [])], lines)
+        if any(cell != "-" for cell in found):
+            memory = _memory_of(results, bench, case) if gpu and clock == "device" else []
+            lines.append([name.format(batch=shapes[0][0]), *found, *memory])
+    titles = [f"{dtype}{name}" for dtype, _, _ in views for name in ("ours, ms", *_BESIDE.values())]
+    return cells.markdown(["", *titles, *(["eager, MiB", "ours, MiB"] if gpu and clock == "device" else [])], lines)
+
+
+def _from_python(results: Results) -> str:
+    """Render the README's table by the clock of a program: in a loop where that was timed, else one call at a time."""
+    return _readme(results, "loop" if "loop" in results.clocks(direction="both") else "calls")
 
 
 def _beside(results: Results, bench: str, case: str, dtype: str, direction: str) -> list[str]:
@@ -277,12 +277,11 @@ def _beside(results: Results, bench: str, case: str, dtype: str, direction: str)
     ]
 
 
-def _memory_of(results: Results, bench: str, case: str) -> str:
+def _memory_of(results: Results, bench: str, case: str) -> list[str]:
+    """Render the peak memory of eager and ours."""
     ours = _ours(results, bench, case, "bf16", "both")
     eager = None if ours is None else results.in_group(ours).get("eager")
-    if ours is None or eager is None or not (ours.peak_bytes and eager.peak_bytes):
-        return "-"
-    return f"{eager.peak_bytes / 2**20:.0f} → {ours.peak_bytes / 2**20:.0f}"
+    return ["-" if r is None or r.peak_bytes is None else f"{r.peak_bytes / 2**20:.0f}" for r in (eager, ours)]
 
 
 def _generation(results: Results) -> str:
@@ -296,7 +295,8 @@ def _all_goals(results: Results) -> str:
 _GPU_MISSING = "No GPU has run these benchmarks yet, so there is no figure of one here.\n"
 _TABLES: dict[str, Callable[[Results], str]] = {
     "machine": _machine,
-    "speed": _readme,
+    "speed": lambda r: _readme(r, "device"),
+    "calls": _from_python,
     "mssa": lambda r: _speed(r, "mssa", ["eager", "compile", "sdpa", "flex", "composite"]),
     "tssa": lambda r: _speed(r, "tssa", ["eager", "compile", "composite"]),
     "ista": lambda r: _speed(r, "ista", ["eager", "compile", "composite"]),

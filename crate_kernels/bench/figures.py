@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,9 @@ _STYLES = {
     "eager": (GREY, "o"),
     "compile": (PINK, "v"),
     "sdpa": (ORANGE, "s"),
+    "flex": (ORANGE, "x"),
     "composite": (SKY, "^"),
+    "default": ("black", "+"),
     "cpp": (BLUE, "D"),
     "triton": (GREEN, "P"),
 }
@@ -30,10 +31,12 @@ _LABELS = {
     "sdpa": "SDPA(w, w, w)",
     "flex": "FlexAttention",
 }
+_SHORT = {"compile": "torch.compile", "sdpa": "SDPA"}
 _SWEEPS = {op: spec.sweep for op, spec in SPECS.items() if spec.sweep is not None}
 _MULTIPLYING = [op for op, sweep in _SWEEPS.items() if SPECS[op].work(sweep.image.case).flops is not None]
 _SIZES = {"seqlen": "tokens", "batch": "batch", "dim": "width"}
-_OURS = ("triton", "cpp", "composite", "default")
+_OURS = ("triton", "cpp")
+_BASELINES = ("eager", "compile", "sdpa")
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def series(results: Results, op: str, sweep: str, direction: str) -> list[Series
 
 def _style(provider: str) -> dict[str, Any]:
     color, marker = _STYLES.get(provider, (GREY, "x"))
-    return {"color": color, "marker": marker, "markersize": 4, "linewidth": 2.2 if provider in _OURS[:2] else 1.2}
+    return {"color": color, "marker": marker, "markersize": 4, "linewidth": 2.2 if provider in _OURS else 1.2}
 
 
 def _finish(ax: Any, **legend: Any) -> None:
@@ -184,7 +187,7 @@ def _beside_ours(results: Results, direction: str) -> dict[tuple[str, str, str],
     """Return the time of each baseline as a multiple of the default backend's, by (op, case, dtype)."""
     found: dict[tuple[str, str, str], dict[str, float]] = {}
     for row in results.rows:
-        wanted = row.bench in backends.OPS and row.direction == direction and row.provider not in _OURS
+        wanted = row.bench in backends.OPS and row.direction == direction and row.provider in _BASELINES
         if wanted and row.times and (ours := results.best(row)) is not None:
             found.setdefault((row.op, row.case, row.dtype), {})[row.provider] = row.time / ours.time
     return found
@@ -195,16 +198,18 @@ def heatmap(results: Results, direction: str = "both") -> Figure:
     ratios = _beside_ours(results, direction)
     cases, names = list(ratios), list(dict.fromkeys(name for found in ratios.values() for name in found))
     table = np.array([[found.get(name, np.nan) for name in names] for found in ratios.values()])
-    figure, grid = axes(1.9 + 1.15 * len(names), 1.2 + 0.24 * len(cases))
+    figure, grid = axes(2.6 + 0.95 * len(names), 0.9 + 0.26 * len(cases))  # legible on a phone
     ax = grid[0, 0]
     ax.imshow(np.log2(table), cmap="PuOr", norm=TwoSlopeNorm(0, -2, 4), aspect="auto")
     for i, j in zip(*np.nonzero(~np.isnan(table)), strict=True):
         dark = abs(np.log2(table[i, j])) > 2
-        ax.text(j, i, f"{table[i, j]:.2g}", ha="center", va="center", fontsize=7, color="white" if dark else "black")
-    ax.set_xticks(range(len(names)), [textwrap.fill(_name(n), 14, break_long_words=False) for n in names], fontsize=7)
-    ax.set_yticks(range(len(cases)), [f"{op} {case} {dtype}" for op, case, dtype in cases], fontsize=7)
+        ax.text(j, i, f"{table[i, j]:.2g}×", ha="center", va="center", fontsize=10, color="white" if dark else "black")
+    ax.set_xticks(range(len(names)), [_SHORT.get(name, name) for name in names], fontsize=10)
+    ax.xaxis.tick_top()
+    ax.set_yticks(range(len(cases)), [" ".join(case) for case in cases], fontsize=10)
+    ax.tick_params(length=0)
     what = "forward and backward" if direction == "both" else direction
-    ax.set_title(f"times as long as ours: {what}", fontsize=9)
+    ax.set_title(f"Speedup over each baseline, {what}", fontsize=11, loc="right")
     ax.spines[:].set_visible(False)
     return figure
 

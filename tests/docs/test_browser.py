@@ -61,6 +61,7 @@ def test_pages_fit_and_links_answer(site, browser, width):
         page.goto(address + name, timeout=120_000)
         assert page.evaluate("document.documentElement.scrollWidth") <= width, name
         assert page.evaluate("[...document.images].every(image => image.naturalWidth > 0)"), name
+        assert page.evaluate("[...document.querySelectorAll('p > img')].every(image => image.width > 600)"), name
         links |= {(name, link) for link in page.evaluate("[...document.links].map(link => link.href)")}
     page.close()
     assert problems == []

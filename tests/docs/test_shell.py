@@ -217,7 +217,7 @@ def test_options_in_sentences_exist():
 
 def test_an_install_without_isolation_has_what_its_build_requires():
     """It compiles nothing, in silence, where pip was not told to install ninja first."""
-    shown = list(pages.inline(pages.ROOT / "README.md"))
+    shown = list(pages.inline(pages.DOCS / "cpu.md"))
     first = shown.index(f"pip install {shlex.join(sorted(required()))}")
     assert shown[first + 1] == "pip install --no-build-isolation ."
 
