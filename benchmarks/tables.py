@@ -68,7 +68,7 @@ def _pair(results: Results, bench: str, case: str, dtype: str, baseline: str, di
 
 
 def _in_turn(results: Results, bench: str) -> Results:
-    """Return the calls of a benchmark's operators that were timed in turn with cold caches."""
+    """Return the calls of a benchmark's operators that were timed interleaved, with cold caches."""
     ops = {row.op for row in results.find(bench=bench)}
     return Results(results.machine, [row for row in results.find(bench=rows.INTERLEAVED) if row.op in ops])
 
@@ -76,7 +76,7 @@ def _in_turn(results: Results, bench: str) -> Results:
 def _speed(results: Results, bench: str, baselines: list[str]) -> str:
     """Render every case of an operator: our times, and those of baselines that the results have as multiples of ours.
 
-    Where the results have calls that were timed in turn with cold caches, there is a column of them per baseline.
+    Where the results have calls that were timed interleaved, with cold caches, there is a column of them per baseline.
     """
     directions = ("forward", "both")
     baselines = [b for b in baselines if any(row.times for row in results.find(bench=bench, provider=b))]
@@ -94,7 +94,7 @@ def _speed(results: Results, bench: str, baselines: list[str]) -> str:
             ratios = [_pair(timed, bench, case, dtype, b, directions) for b in baselines]
             ratios += [_pair(cold, rows.INTERLEAVED, case, dtype, b, directions) for b in in_turn]
             lines.append([f"{case} {shape}", dtype, *clock, times, *ratios])
-    titles = [*(cells.NAMES.get(b, b) for b in baselines), *(f"{cells.NAMES.get(b, b)}, in turn" for b in in_turn)]
+    titles = [*(cells.NAMES.get(b, b) for b in baselines), *(f"{cells.NAMES.get(b, b)}, interleaved" for b in in_turn)]
     return cells.markdown(["case", "dtype", *cells.clock_title(results), "ours, ms", *titles], lines)
 
 
@@ -138,7 +138,7 @@ def _model(results: Results, row: BenchRow, clock: list[str], has: set[str]) -> 
 
 
 def _models_in_turn(results: Results) -> str:
-    """Render the models whose providers were timed in turn."""
+    """Render the models whose providers were timed interleaved."""
     lines, directions = [], ("forward", "step")
     for row in results.find(bench=rows.INTERLEAVED, op="model", direction="step", provider="eager"):
         ours = [_ours(results, row.bench, row.case, row.dtype, direction) for direction in directions]
@@ -147,7 +147,7 @@ def _models_in_turn(results: Results) -> str:
             _pair(results, row.bench, row.case, row.dtype, b, directions) for b in ("eager", "compile", "composite")
         ]
         lines.append([row.case, row.dtype, times, *pairs, _compiled(results, row)])
-    header = ["model, in turn", "dtype", "ours, ms", "eager", "`torch.compile` of it", "composite", "both compiled"]
+    header = ["model, interleaved", "dtype", "ours, ms", "eager", "`torch.compile` of it", "composite", "both compiled"]
     return cells.markdown(header, lines)
 
 
@@ -289,7 +289,12 @@ def _generation(results: Results) -> str:
 
 
 def _all_goals(results: Results) -> str:
-    return cells.markdown(["goal", "dtype", "target", "measured", "met", "why not"], list(goals.lines(results)))
+    """Render the goals that were measured, and below the table the names of those that were not."""
+    every = list(goals.lines(results))
+    measured = [line for line in every if line[3]]
+    table = cells.markdown(["goal", "dtype", "target", "measured", "met", "why not"], measured) if measured else ""
+    left = ", ".join(f"{what} ({target})" for what, _, target, found, *_ in every if not found)
+    return table + (f"{chr(10) if table else ''}Not measured: {left}.\n" if left else "")
 
 
 _GPU_MISSING = "No GPU has run these benchmarks yet, so there is no figure of one here.\n"

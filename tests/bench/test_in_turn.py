@@ -199,6 +199,6 @@ def test_columns_of_calls_in_turn():
             row.seconds = [seconds]
             found.append(row)
     header, _, line = tables._speed(Results(MACHINE, found), "tssa", ["eager"]).splitlines()
-    assert header.endswith("| eager | eager, in turn |")
+    assert header.endswith("| eager | eager, interleaved |")
     assert line.endswith("| 6.00 / - | 3.00 / - |")
-    assert "in turn" not in tables._speed(Results(MACHINE, found[:2]), "tssa", ["eager"])
+    assert "interleaved" not in tables._speed(Results(MACHINE, found[:2]), "tssa", ["eager"])
