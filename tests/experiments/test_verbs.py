@@ -1,14 +1,19 @@
 """Every experiment at its quick size: from start to files, refused, interrupted, resumed."""
 
+import json
 import os
 import signal
+from dataclasses import asdict
 
 import pytest
 import torch
 
+from crate_kernels.bench import drawing
 from crate_kernels.cli import main
 from crate_kernels.experiments.common import command
 from crate_kernels.experiments.common.fit import Fit
+from crate_kernels.experiments.common.trial import Trial
+from tests.experiments import shown
 
 FIGURES = {
     "denoise": {"theorem", "softmax"},
@@ -24,7 +29,10 @@ TRAINED = ("mae", "layers")
 
 
 @pytest.mark.parametrize("verb", FIGURES)
-def test_a_verb_from_start_to_files(verb, run, metrics):
+def test_a_verb_from_start_to_files(verb, run, metrics, monkeypatch):
+    figures, tables, draw, compare = [], [], drawing.png, Trial.compare
+    monkeypatch.setattr(drawing, "png", lambda figure: figures.append(figure) or draw(figure))
+    monkeypatch.setattr(Trial, "compare", lambda self, rows, *header: tables.append(rows) or compare(self, rows, *header))
     status, printed, folder = run(verb)
     assert status == 0
     assert "paper" in printed
@@ -34,6 +42,8 @@ def test_a_verb_from_start_to_files(verb, run, metrics):
     assert (facts["experiment"], facts["preset"], facts["seed"]) == (verb, "quick", 0)
     assert facts["seconds"] > 0
     assert " CPU, " in facts["machine"]["device"]
+    assert facts["settings"] == json.loads(json.dumps(asdict(command.Experiment(verb, "").presets()["quick"])))
+    shown.hold(verb, figures, tables, facts)
 
 
 @pytest.mark.parametrize("verb", FIGURES)
