@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -31,7 +32,8 @@ TEXTS = {
          "cosines of features|sample, by class|sample, by class"],
     ],
     "layers": [
-        ["|layer|coding rate $R^c$ after MSSA (nats)", "|layer|share of nonzeros after ISTA", "before training|epoch 1"],
+        ["|layer|coding rate $R^c$ after MSSA (nats)", "|layer|share of nonzeros after ISTA",
+         "before training|epoch 1"],
         ["layer 1\n{}% nonzero|channel|token (digit 2)", "layer 2\n{}% nonzero|channel|",
          "||code / largest of the layer"],
         ["layer 1||", "layer 2||", "||absolute cosine; a block is a head"],
@@ -133,7 +135,7 @@ def _icl(figures, table, facts):
         measured = {**found["floors"], **found["models"]}
         for line, values in zip(ax.lines, measured.values(), strict=True):
             _curve(line, values, 0)
-        assert [line.get_linestyle() for line in ax.lines] == ["--", ":"][: len(found["floors"])] + ["-", "-", "--"]
+        assert [line.get_linestyle() for line in ax.lines] == [*["--", ":"][: len(found["floors"])], "-", "-", "--"]
         assert ax.get_ylim() == (-0.05, 1.6)
         for line, values, colour in zip(losses.lines, found["losses"].values(), CYCLE, strict=False):
             _curve(line, values, 0.5, colour)
@@ -171,7 +173,7 @@ def _redunet(figures, table, facts):
         return f"{rates[0][0]:.3f} to {rates[-1][0]:.3f}"
 
     def falls(rates):
-        gains = [after[0] - before[0] for before, after in zip(rates[:-1], rates[1:], strict=True)]
+        gains = [after[0] - before[0] for before, after in pairwise(rates)]
         return f"falls at {sum(gain < 0 for gain in gains)} of {len(gains)} layers"
 
     values = [span(spheres["train_rates"]), falls(spheres["train_rates"]), span(spheres["test_rates"])]

@@ -1,6 +1,6 @@
 """Every preset builds what it says, in the published sizes where it is called after the paper, and takes a step."""
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +39,60 @@ def built(verb, settings, digits) -> dict[str, Any]:
         if verb == "mae":
             return {"CRATE-MAE": mae.fresh(settings, digits, META)}
         return {name: language.fresh(META, settings, name) for name in language.MODELS}
+
+
+DIGITS, MAE = (0, 2, 3, 5, 7, 8), ((1e2, 1e3), (0, 2, 3, 4, 5, 7, 8))
+THEOREM = (
+    (512, 4, 64, 256, 0.03, 0.5, 10, 0.6, "unscaled", 6),
+    (128, 2, 32, 64, 0.03, 0.5, 10, 0.6, "unscaled", 4),
+)
+
+
+def figure(tokens, clusters, rank, dim, layers):
+    return tuple(
+        (tokens, clusters, rank, dim, noise, 0.05, layers, None, form, 0)
+        for form in ("unscaled", "scaled", "normalised")
+        for noise in (0.2, 0.5)
+    )
+
+
+# Every field, in order. The numbers and times of the pages are of the defaults, and the published sizes are the
+# papers'; a quick run is what the other tests are of.
+FIELDS = {
+    ("demo", "default"): (0, 27, 100, 3e-3, 100, 0.05, 0.1, 0.15, 0.1, 0.07, 128, 4, 4, 32),
+    ("demo", "quick"): (0, 1, 100, 3e-3, 100, 0.05, 0.1, 0.15, 0.1, 0.07, 128, 4, 4, 32),
+    ("denoise", "default"): (THEOREM, figure(512, 4, 64, 256, 12), 5),
+    ("denoise", "paper"): (THEOREM, figure(2048, 8, 64, 512, 12), 5),
+    ("denoise", "quick"): (THEOREM[1:], figure(64, 2, 16, 32, 3), 2),
+    ("icl", "default"): (
+        ("linear", "sparse"), False, 2, 1, 7, 64, 8, 6, 2.0, 0.125, 4.0, True, True, 2000, 64, 2e-3, 100, 1280
+    ),
+    ("icl", "paper"): (
+        ("linear", "sparse"), False, 20, 3, 41, 128, 8, 32, 1.0, 0.02, 1.0, False, False, 50_000, 64, 1e-4, 1000, 1280
+    ),
+    ("icl", "quick"): (("linear", "sparse"), False, 2, 1, 5, 16, 2, 2, 2.0, 0.125, 4.0, True, True, 6, 8, 2e-3, 2, 64),
+    ("icl", "opposite"): (("linear",), True, 2, 1, 7, 64, 8, 6, 2.0, 0.125, 4.0, True, True, 1250, 64, 2e-3, 100, 1280),
+    ("redunet", "default"): (500, 0.1, 2000, 0.5, 0.1, 500.0, (0, 1, 2, 3, 4), 20, 20, 15, 200, 40, 0, 5, 4),
+    ("redunet", "paper"): (500, 0.1, 2000, 0.5, 0.1, 500.0, tuple(range(10)), 10, 10, 15, 200, 40, 20, 5, 20),
+    ("redunet", "quick"): (20, 0.1, 10, 0.5, 0.1, 500.0, (0, 1), 8, 4, 15, 16, 2, 0, 5, 2),
+    ("layers", "default"): (96, 12, 4, 24, 12, 100, 3e-3, 3.0, (0, 2, 4, 8, 12), DIGITS),
+    ("layers", "paper"): (384, 12, 6, 64, 150, 100, 5e-4, 1.5, (0, 1, 5, 15, 50, 150), DIGITS),
+    ("layers", "quick"): (16, 2, 2, 8, 1, 400, 3e-3, 3.0, (0, 1), (2, 7)),
+    ("classify", "default"): ((), 64, 3, 4, 16, 8, 100, 3e-3, 50, 0.05),
+    ("classify", "paper"): ((), 384, 12, 6, 64, 150, 100, 5e-4, 200, 0.05),
+    ("classify", "quick"): ((), 16, 1, 2, 8, 1, 400, 3e-3, 2, 0.05),
+    ("mae", "default"): (96, 3, 4, 0.5, 0.75, 1500, 100, 4e-3, 50, 0.05, *MAE),
+    ("mae", "paper"): (768, 12, 12, 0.5, 0.75, 32_000, 100, 3e-5, 1600, 0.1, *MAE),
+    ("mae", "quick"): (16, 1, 2, 0.5, 0.75, 4, 32, 4e-3, 2, 0.05, (1e3,), (2, 7)),
+    ("language", "default"): (3, 4, 96, 96, 600, 16, 1, 3e-3, 50, 0.1, 300, 0.8),
+    ("language", "paper"): (12, 12, 768, 1024, 600_000, 12, 40, 6e-4, 2000, 0.1, 300, 0.8),
+    ("language", "quick"): (1, 2, 16, 16, 2, 4, 1, 3e-3, 1, 0.1, 8, 0.8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("verb", "preset"), FIELDS)
+def test_what_the_pages_report_is_of_these_settings(verb, preset):
+    assert astuple(presets(verb)[preset]) == FIELDS[verb, preset]
 
 
 @pytest.mark.parametrize("verb", VERBS)

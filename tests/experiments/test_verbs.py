@@ -32,7 +32,9 @@ TRAINED = ("mae", "layers")
 def test_a_verb_from_start_to_files(verb, run, metrics, monkeypatch):
     figures, tables, draw, compare = [], [], drawing.png, Trial.compare
     monkeypatch.setattr(drawing, "png", lambda figure: figures.append(figure) or draw(figure))
-    monkeypatch.setattr(Trial, "compare", lambda self, rows, *header: tables.append(rows) or compare(self, rows, *header))
+    monkeypatch.setattr(
+        Trial, "compare", lambda self, rows, *header: tables.append(rows) or compare(self, rows, *header)
+    )
     status, printed, folder = run(verb)
     assert status == 0
     assert "paper" in printed
