@@ -135,3 +135,61 @@ def test_a_decoding_step_fits_its_cache_however_often_it_is_called(op, gpu, monk
         torch.testing.assert_close(out, outs[0], rtol=0, atol=0)
     assert len({(id(cache), cache.lengths.data_ptr()) for cache in caches}) == 1
     assert caches[0].lengths.tolist() == [21, 21]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "budget", "rounds"),
+    [(0.1, 1.0, 10), (0.3, 1.0, 3), (1.0, 1.0, 3), (1e-9, 1.0, 50), (0.0, 0.0, 3), (0.02, 1.0, 50)],
+)
+def test_as_many_calls_as_fit_into_a_budget(seconds, budget, rounds):
+    assert clock.rounds_for(seconds, budget) == rounds
+    assert clock.rounds_for(0.1, 1.0, least=12) == 12
+    assert clock.rounds_for(0.1, 1.0, most=7) == 7
+
+
+@pytest.mark.parametrize(("second", "timed"), [(0.1, 10), (clock.LONG, 3), (1.01 * clock.LONG, 1)])
+def test_two_calls_warm_up_and_a_long_one_is_timed_once(second, timed, monkeypatch):
+    taken = iter([99.0, second, *(float(number) for number in range(50))])
+    monkeypatch.setattr(clock, "once", lambda *_: next(taken))
+    assert clock.host_seconds(lambda: None, tuple, CPU, 1.0) == list(range(timed))
+
+
+def test_one_call_is_prepared_and_waited_for_outside_of_its_time(gpu, monkeypatch):
+    def looked():
+        gpu.log.append("look")
+        return {1: 5.0, 2: 7.5}[gpu.log.count("look")]
+
+    monkeypatch.setattr(clock, "perf_counter", looked)
+    assert clock.once(gpu.log.append, lambda: gpu.log.append("prepared") or ("call",), GPU) == 2.5
+    assert gpu.log == ["prepared", "synchronize", "look", "call", "synchronize", "look"]
+
+
+@pytest.mark.parametrize(
+    ("device", "quick", "size"), [("cuda", 0, 8192), ("cpu", 0, 256), ("cpu", 2, 1024), ("cpu", 9, 2048)]
+)
+def test_a_product_grows_until_it_can_be_timed(device, quick, size, monkeypatch):
+    made, calls = [], []
+    monkeypatch.setattr(clock, "_product", lambda size, dtype, device: made.append((size, dtype)) or size)
+    monkeypatch.setattr(
+        clock, "once", lambda call, *_: calls.append(call) or 2 * clock._LONG_ENOUGH * (len(calls) > quick)
+    )
+    monkeypatch.setattr(clock, "_median_seconds", lambda call, device: call * 1e-3)
+    found = clock.product_flops(torch.bfloat16, SimpleNamespace(type=device))
+    assert found == pytest.approx(2 * size**3 / (size * 1e-3))
+    assert made[-1] == (size, torch.bfloat16)
+
+
+def test_a_product_is_of_two_squares():
+    product = clock._product(5, torch.float64, CPU)
+    left, right = product.args
+    assert left.shape == right.shape == (5, 5)
+    assert not torch.equal(left, right)
+    assert product().dtype == torch.float64
+    torch.testing.assert_close(product(), left @ right)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_devices_time_counts_where_there_is_one(there, monkeypatch):
+    monkeypatch.setattr(clock, "host_seconds", lambda *args: [args[-1], 3.0, 1.0])
+    monkeypatch.setattr(clock, "device_seconds", lambda *args: [7.0, args[-1], 9.0] if there else None)
+    assert clock._median_seconds(lambda: None, CPU) == (7.0 if there else 1.0)

@@ -1,6 +1,4 @@
 import functools
-import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -214,56 +212,6 @@ def test_a_provider_without_a_backward_pass_is_timed_forward_alone(without, dire
     assert row.skipped == ("" if timed else "eager has no backward pass on this device")
 
 
-GIB = 1 << 30
-NONE = -1  # resource.RLIM_INFINITY
-LIMITS = {  # what the containers' files say, the limit before, the memory that counts or the limit during
-    "machine": ((None, None), (NONE, NONE), 16 * GIB, None),
-    "container": ((f"{4 * GIB}\n", None), (NONE, NONE), 4 * GIB, None),
-    "container v1": ((None, f"{4 * GIB}\n"), (NONE, NONE), 4 * GIB, None),
-    "container without a limit": (("max\n", f"{(1 << 63) - 4096}\n"), (NONE, NONE), 16 * GIB, None),
-    "hard limit": ((None, None), (NONE, GIB), None, GIB),
-    "soft limit": ((None, None), (GIB // 2, GIB), None, GIB // 2),
-}
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc/self/statm: run on Linux")
-@pytest.mark.parametrize("refused", [False, True], ids=["taken", "refused"])
-@pytest.mark.parametrize(("files", "before", "available", "during"), LIMITS.values(), ids=LIMITS)
-def test_memory_is_limited_to_what_this_process_may_use(
-    files, before, available, during, refused, tmp_path, monkeypatch
-):
-    import resource
-
-    paths, limits, used = (tmp_path / "v2", tmp_path / "v1"), [], []
-    for path, text in zip(paths, files, strict=True):
-        if text is not None:
-            path.write_text(text)
-
-    def get(kind):
-        used.append(int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE"))
-        return before
-
-    def set_(kind, pair):
-        limits.append(pair)
-        if refused or (NONE not in pair and pair[0] > pair[1]):
-            raise ValueError("not allowed to raise maximum limit")
-
-    sysconf = os.sysconf
-    monkeypatch.setattr(memory, "_CONTAINER", paths, raising=False)
-    monkeypatch.setattr(
-        os, "sysconf", lambda name: 16 * GIB // sysconf("SC_PAGE_SIZE") if name == "SC_PHYS_PAGES" else sysconf(name)
-    )
-    monkeypatch.setattr(resource, "getrlimit", get)
-    monkeypatch.setattr(resource, "setrlimit", set_)
-    ran = False
-    with memory.limited(CPU):
-        ran = True
-    assert ran
-    (soft, hard), after = limits
-    assert (hard, after) == (before[1], before)
-    assert soft == during or abs(soft - used[0] - 0.8 * available) < GIB / 16
-
-
 def test_timed_cases_have_names_of_their_own():
     keys = [(t.case.op, t.case.name, t.devices) for t in TIMED_CASES]
     assert len(keys) == len(set(keys))
@@ -327,3 +275,49 @@ def test_a_wrong_network_gets_no_time(factor, right, monkeypatch):
     row = networks.measure(networks.blank(network, "fp32", "forward", "composite"), network, CPU, timer)
     assert bool(row.times) is right
     assert row.skipped.startswith("" if right else "wrong: logits has ")
+
+
+@pytest.mark.parametrize(("direction", "times"), [("forward", 2), ("backward", 5), ("both", 7)])
+def test_the_work_of_a_direction(direction, times):
+    row = blank(SMALL["mssa"], "eager", direction)
+    amounts = measuring.SPECS["mssa"].work(SMALL["mssa"])
+    share = {"forward": (1, 0), "backward": (0, 1), "both": (1, 1)}[direction]
+    assert row.flops == sum(s * f for s, f in zip(share, amounts.flops, strict=True))
+    assert row.bytes == 4 * sum(s * e for s, e in zip(share, amounts.elements, strict=True))
+    assert (row.bench, row.op, row.case, row.dtype, row.direction) == ("test", "mssa", "small", "fp32", direction)
+    assert (row.shape, row.options, row.sweep) == ([2, 3, 70, 16], {}, "")
+    half = measuring.blank("test", Timed(SMALL["mssa"], "", ("cpu",)), "bf16", direction, "eager")
+    assert half.bytes == row.bytes / 2
+
+
+def test_a_verdict_has_the_largest_share_and_its_name():
+    found = [Deviation("a", 1e-3, 1e-3, 2.0), Deviation("b", 3e-3, 0.0, 1.0, 3.0), Deviation("c", 1e-4, 1e-5, 9.0)]
+    verdict = judge(found, torch.bfloat16)
+    eps = torch.finfo(torch.bfloat16).eps
+    assert verdict.share == pytest.approx(3e-3 / (3 * eps))
+    assert (verdict.output, verdict.error, verdict.times_eager) == ("b", 3e-3, pytest.approx(10.0))
+    assert verdict.passed
+    assert judge([Deviation("a", 2 * eps, 0.0, 1.0)], torch.bfloat16).passed  # up to 1
+    assert not judge([Deviation("a", 2.01 * eps, 0.0, 1.0)], torch.bfloat16).passed
+
+
+def test_what_has_no_cache_or_tiny_call_says_so(monkeypatch):
+    with pytest.raises(ValueError, match="ista has no cache"):
+        decoding.providers_of("ista")
+    op = next(op for op, spec in overhead.SPECS.items() if not spec.tiny)
+    with pytest.raises(ValueError, match=f"{op} has no tiny call"):
+        overhead.measure(overhead.blank(op, "public"), CPU, timer)
+    step = decoding.Step("mssa", (2, 3, 20, 16), ("cpu",))
+    monkeypatch.setattr(decoding, "find_spec", lambda name: name)
+    reasons = {
+        (device, dtype): decoding._unavailable_reason(step, "flash-attn", dtype, torch.device(device))
+        for device in ("cpu", "cuda")
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    assert [each for each, reason in reasons.items() if reason is None] == [("cuda", torch.bfloat16)]
+    assert set(reasons.values()) == {None, "flash-attn takes half precision on GPUs"}
+    row = decoding.blank(step, "bf16", "eager")
+    assert (row.bench, row.case, row.unit, row.amount, row.shape) == (
+        "decode", "2x3x16-cached-20", "tokens", 2.0, [2, 3, 20, 16]
+    )  # fmt: skip
+    assert (row.bytes or 0) * 2 == decoding.blank(step, "fp32", "eager").bytes

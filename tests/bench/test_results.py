@@ -286,3 +286,106 @@ def test_bench_marks_a_provider_beyond_its_budget(name, bench, monkeypatch):
     column = len("case ") + header.index(f"x {name}")
     assert [line[column:].split()[0] for line in lines] == ["wrong", "wrong"]
     assert all(("(composite wrong)" in line) == (name == "composite") for line in lines)
+
+
+def test_an_interrupted_run_prints_and_writes_what_was_timed(bench, monkeypatch):
+    every = bench_verb._rows
+
+    def interrupted(*args):
+        yield from itertools.islice(every(*args), 3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_verb, "_rows", interrupted)
+    status, printed, path = bench()
+    assert status == 0
+    assert "bench: interrupted; what follows is what was timed" in printed
+    assert len(rows.read(path).rows) == 3
+    assert "\ncase " in printed
+
+
+OPTIONS = {
+    "quick": (["--quick"], {"ista", "tssa"}, {"fp32"}),
+    "one op": (["--quick", "--op", "ista"], {"ista"}, {"fp32"}),
+    "ops": (["--op", "ista", "--op", "tssa"], {"ista", "tssa"}, {"fp32", "bf16"}),
+    "dtype": (["--quick", "--dtype", "bf16"], {"ista", "tssa"}, {"bf16"}),
+}
+
+
+@pytest.mark.parametrize(("options", "ops", "dtypes"), OPTIONS.values(), ids=OPTIONS)
+def test_what_bench_times(options, ops, dtypes, bench, monkeypatch):
+    seen = []
+
+    def measured(row, timed, provider, device, timer):
+        assert (row.provider, row.case, device.type) == (provider.name, timed.case.name, "cpu")
+        seen.append(row)
+        return row
+
+    monkeypatch.setattr(bench_verb.measuring, "measure", measured)
+    bench(options=options)
+    assert {row.op for row in seen} == ops
+    assert {row.dtype for row in seen} == dtypes
+    assert {row.direction for row in seen} == {"forward", "both"}
+    quick = {"eager", "sdpa", *providers.OURS}
+    every = {provider.name for op in ops for provider in providers.of(op)} - {providers.DEFAULT}
+    assert {row.provider for row in seen} == (every & quick if "--quick" in options else every)
+    keys = [row.key for row in seen]
+    assert len(set(keys)) == len(keys)
+
+
+def test_cases_and_devices_that_a_run_leaves_out(bench, monkeypatch):
+    """A case that is for GPUs, and one that is not brief."""
+    tssa, ista = testing.TIMED_CASES
+    gone = [replace(tssa, devices=("cuda",)), replace(ista, brief=False)]
+    monkeypatch.setattr(testing, "TIMED_CASES", gone)
+    seen = []
+    monkeypatch.setattr(bench_verb.measuring, "measure", lambda row, *_: seen.append(row.op) or row)
+    bench(options=["--op", "tssa", "--op", "ista"])
+    assert seen == []
+    bench(options=["--full"])
+    assert set(seen) == {"ista"}
+
+
+def test_a_device_that_cannot_be_used_is_refused(capsys, monkeypatch):
+    assert main(["bench", "--device", "toaster"]) == 2
+    assert capsys.readouterr().out.startswith("bench: --device toaster cannot be used: ")
+
+
+def test_compare_lists_the_slower_rows_first_and_heeds_its_least(results, tmp_path, capsys):
+    times = {"cpp": 2e-3, "eager": 1e-3}
+    later = Results(MACHINE | {"git": "abc"}, [row(name, drawn(seconds)) for name, seconds in times.items()])
+    paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    rows.write(tmp_path / "a.json", results)
+    rows.write(tmp_path / "b.json", later)
+    assert main(["bench", "compare", *paths]) == 0
+    first, second, _, header, _, slower, faster, *rest = capsys.readouterr().out.splitlines()
+    assert (first, second) == ("first: a CPU, torch 2, None", "second: a CPU, torch 2, abc")
+    assert header.split() == ["row", "times", "as", "long", "95%"]
+    assert slower.split()[:2] == ["mssa/mssa/n128/fp32/both/cpp", "2.000"]
+    assert faster.split()[:2] == ["mssa/mssa/n128/fp32/both/eager", "0.250"]
+    assert rest == [
+        "",
+        "2 of 2 rows moved by more than 5%",
+        "8 rows only in the first, scaling/seqlen/mssa/n1024/fp32/both/cpp for one",
+    ]
+    assert main(["bench", "compare", *paths[::-1], "--least", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "1 of 2 rows moved by more than 200%" in printed
+    assert "8 rows only in the second" in printed
+
+
+def test_the_line_of_a_case(results):
+    found = [row("eager", [3e-3]), row("cpp", [1e-3], loop_seconds=[5e-4]), row("composite", [2e-3])]
+    found += [row("sdpa", [], skipped="not here"), row("eager", [1e-3], 256), row("cpp", [], 256, skipped="wrong: out")]
+    header, _, *lines = bench_verb._table(Results(MACHINE, found)).splitlines()
+    assert header.split() == ["case", "backend", "ms", "in", "a", "loop", "x", "eager", "x", "composite"]
+    assert [line.split() for line in lines] == [
+        ["mssa", "n128", "fp32", "both", "cpp", "1.000", "0.500", "3.00", "2.00"],
+        ["mssa", "n256", "fp32", "both", "-", "(cpp", "wrong)", "-", "-", "-", "-"],
+    ]
+    assert bench_verb._time_cell(replace(found[0], times_eager=0.5, share=0.25)) == (
+        "     3.000 ms  error 0.50 x eager's, 0.25 of its budget"
+    )
+    assert bench_verb._time_cell(found[3]) == "not here"
+    assert bench_verb._heading(Results(MACHINE, [])) == (
+        "a CPU (of some make), torch 2; product fp32 0.1 TFLOP/s; copy 10 GB/s\n"
+    )
