@@ -6,14 +6,14 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from crate_kernels.bench import drawing, figures
-from crate_kernels.bench.rows import Results, Row
+from crate_kernels.bench.rows import BenchRow, Results
 
 MACHINE = {"device": "a CPU", "gpu": False, "product_flops": {"fp32": 2e11, "bf16": 1e11}, "copy_bytes": 1e10}
 
 
 def row(provider, seconds, shape=(1, 2, 128, 64), bench="mssa", direction="both", dtype="fp32", op="mssa", **kwargs):
     given = {"flops": 3e9, "bytes": 1e7, "seconds": [seconds] if seconds else [], "shape": list(shape)}
-    return Row(bench, op, f"n{shape[2]}", dtype, direction, provider, **(given | kwargs))
+    return BenchRow(bench, op, f"n{shape[2]}", dtype, direction, provider, **(given | kwargs))
 
 
 def swept(provider, seconds, sizes, **kwargs):

@@ -307,7 +307,7 @@ def test_what_has_no_cache_or_tiny_call_says_so(monkeypatch):
     op = next(op for op, spec in overhead.SPECS.items() if not spec.tiny)
     with pytest.raises(ValueError, match=f"{op} has no tiny call"):
         overhead.measure(overhead.blank(op, "public"), CPU, timer)
-    step = decoding.Step("mssa", (2, 3, 20, 16), ("cpu",))
+    step = decoding.TimedStep("mssa", (2, 3, 20, 16), ("cpu",))
     monkeypatch.setattr(decoding, "find_spec", lambda name: name)
     reasons = {
         (device, dtype): decoding._unavailable_reason(step, "flash-attn", dtype, torch.device(device))

@@ -1,5 +1,7 @@
 """Layers of a cache of transformers that hold ours: lengths, capacity, rows, devices; what cannot be taken out."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ LAYERS = {"crate_lm": SubspaceLayer, "tost_lm": StatsLayer, "aot_lm": SubspaceLa
 each_kind = pytest.mark.parametrize("family", LAYERS)
 
 
-def filled(family, tokens=5, batch=2, cache=None):
+def filled(family, tokens=5, batch=2, cache=None) -> Any:
     """Return the first layer of a cache after a call on tokens."""
     _, model = pair(family)
     cache = DynamicCache(config=model.config) if cache is None else cache
@@ -64,7 +66,7 @@ def test_a_cache_of_tokens_grows_by_doubling_or_not_at_all(family):
     static = StaticCache(config=model.config, max_cache_len=8)
     layer = filled(family, 6, cache=static)
     assert (layer.cache.max_seqlen, layer.get_max_length(), layer.get_seq_length()) == (8, 8, 6)
-    with pytest.raises(ValueError, match="max_seqlen"):
+    with pytest.raises(ValueError, match="capacity is 8 tokens"):
         filled(family, 3, cache=static)
 
 
