@@ -1,5 +1,6 @@
 """Text, probes, principal components, turned digits: what the experiments feed and measure."""
 
+import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,10 +13,12 @@ import torch
 from crate_kernels.bench import clock
 from crate_kernels.experiments.classify.models import BUILDERS, fresh
 from crate_kernels.experiments.classify.settings import PRESETS as CLASSIFY
+from crate_kernels.experiments.common.fit import Unusable
 from crate_kernels.experiments.demo import data
 from crate_kernels.experiments.language import job as language
 from crate_kernels.experiments.language import text
 from crate_kernels.experiments.language.settings import PRESETS as LANGUAGE
+from crate_kernels.experiments.layers import job as layers
 from crate_kernels.experiments.layers import watching
 from crate_kernels.experiments.mae import probe
 from crate_kernels.experiments.mae.settings import PRESETS as MAE
@@ -179,6 +182,49 @@ def test_a_turned_digit_is_what_it_was(small):
     assert found.invariance < 1e-9
     assert found.upright > 0.75
     assert found.turned == pytest.approx(found.upright)
+
+
+def test_lifted_pictures_are_shifted_with_the_digit_too(small):
+    """Filters along the angles keep the invariance; the network then has a channel a filter."""
+    settings = replace(REDUNET["quick"], tests=4, turns=4, kernels=3, kernel_size=5)
+    found = turned_digits.build(settings, CPU, lambda: None)
+    assert found.invariance < 1e-9
+    assert found.turned == pytest.approx(found.upright)
+    plain = turned_digits.build(replace(settings, kernels=0), CPU, lambda: None)
+    assert not torch.allclose(found.rates[0], plain.rates[0])
+    assert all(torch.equal(a, b) for a, b in zip(found.examples, plain.examples, strict=True))
+
+
+def test_layers_beyond_six_go_into_another_row():
+    gram = torch.rand(8, 4, 4)
+    seen: Any = SimpleNamespace(gram=gram)
+    *axes, bar = layers._draw_subspaces(seen, 2).axes
+    assert [ax.get_visible() for ax in axes] == [True] * 8 + [False] * 4
+    assert [ax.get_title() for ax in axes[:8]] == [f"layer {index + 1}" for index in range(8)]
+    for ax, wanted in zip(axes, gram, strict=False):
+        assert np.array_equal(ax.images[0].get_array(), wanted.numpy())
+        assert list(ax.get_xticks()) == list(ax.get_yticks()) == [-0.5, 1.5, 3.5]
+    assert bar.get_ylabel() == "absolute cosine; a block is a head"
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [([3.0, 2.0, 2.5, 1.0], "2, 4 of 2-4"), ([1.0, 1.0, 2.0], "none of 2-3"), ([5.0], "none of 2-1")],
+)
+def test_layers_at_which_a_measure_falls(values, wanted):
+    assert layers._falls(values) == wanted
+    assert layers._series([1.25, 2.0], 1) == "1.2, 2.0"
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", '{"first": 1}', "[" * 9999])
+def test_measurements_that_cannot_be_read_are_no_run_to_go_on_from(content, tmp_path):
+    path = tmp_path / "seen.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(Unusable, match=r"seen.json cannot be read"):
+        watching._read(path)
+    path.write_text(json.dumps({"0": {"a": 1}, "12": {}}))
+    assert watching._read(path) == {0: {"a": 1}, 12: {}}
 
 
 @pytest.mark.parametrize("name", BUILDERS)

@@ -46,6 +46,10 @@ def test_a_verb_from_start_to_files(verb, run, metrics, monkeypatch):
     assert " CPU, " in facts["machine"]["device"]
     assert facts["settings"] == json.loads(json.dumps(asdict(command.Experiment(verb, "").presets()["quick"])))
     shown.hold(verb, figures, tables, facts)
+    if verb == "language":
+        samples = "\n\n".join(f"{name}:\n{each['sample']}" for name, each in facts["models"].items())
+        assert (folder / "samples.txt").read_text() == f"{samples}\n"
+        assert "What each writes is in" in printed
 
 
 @pytest.mark.parametrize("verb", FIGURES)

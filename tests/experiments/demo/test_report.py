@@ -75,3 +75,85 @@ def test_figures_show_the_naive_form_as_such():
     )
     assert curves == {"naive equations": [2.5, 1.5], "cpp": [2.0, 1.0]}
     assert apart == {"bound": [0.3, 0.6], "naive: rounding alone": [0.1, 0.2], "cpp − naive": [0.5, 0.5]}
+
+
+def values(line):
+    return [list(map(float, each)) for each in (line.get_xdata(), line.get_ydata())]
+
+
+def test_learning_is_drawn_smoothed_beside_each_step(training):
+    training.losses = [float(n) for n in range(30)]  # a tenth are three steps
+    training.watched = [(10, 0.5), (30, 0.75)]
+    loss, accuracy = figures.learning(training, 0.25).axes
+    each, mean = loss.lines
+    assert values(each) == [list(range(1, 31)), list(range(30))]
+    assert values(mean) == [list(range(2, 30)), [float(n) for n in range(1, 29)]]
+    assert mean.get_label() == "mean of 3 steps"
+    assert values(accuracy.lines[0]) == [[10, 30], [0.5, 0.75]]
+    assert set(accuracy.lines[1].get_ydata()) == {0.25}
+    assert accuracy.get_ylim() == (0.23, 1)
+    assert [ax.get_xlabel() for ax in (loss, accuracy)] == ["step", "step"]
+    assert [ax.get_legend() is None for ax in (loss, accuracy)] == [False, False]
+    training.losses = [2.0]
+    assert values(figures.learning(training, 0.25).axes[0].lines[1]) == [[1], [2]]
+
+
+def test_layers_are_drawn_with_a_deviation_around():
+    seen = {
+        "before": {"coding_rate": [3.0, 2.0], "coding_rate_std": [0.5, 0.25], "nonzeros": [0.5, 0.4]},
+        "after": {"coding_rate": [2.0, 1.0], "coding_rate_std": [0.1, 0.2], "nonzeros": [0.3, 0.2]},
+    }
+    for each in seen.values():
+        each["nonzeros_std"] = [0.01, 0.02]
+    figure = figures.layers(seen)
+    for ax, key in zip(figure.axes, ("coding_rate", "nonzeros"), strict=True):
+        for line, band, each in zip(ax.lines, ax.collections, seen.values(), strict=True):
+            assert values(line) == [[1, 2], each[key]]
+            corners = {tuple(round(float(x), 6) for x in corner) for corner in band.get_paths()[0].vertices}
+            spread = [(s, m) for s, m in zip(each[f"{key}_std"], each[key], strict=True)]
+            wanted = {(n, round(m + sign * s, 6)) for n, (s, m) in enumerate(spread, 1) for sign in (-1, 1)}
+            assert wanted <= corners
+        assert ax.get_ylim()[0] == 0
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["before", "after"]
+
+
+def test_overlaps_are_drawn_before_and_after_and_the_directions_below():
+    def layers(shift):
+        overlap = torch.tensor([[[1.0, 0.25 + shift], [0.25 + shift, 1.0]]])
+        gram = torch.eye(6)[None] * 0.5 + shift
+        return whitebox.Layers(torch.ones(1, 3), torch.ones(1, 3), overlap, gram)
+
+    before, after = layers(0.0), layers(0.4)
+    first, second, third, *bars = figures.coherence(before, after, 12).axes
+    for ax, shown in ((first, before.coherence), (second, after.coherence), (third, after.gram)):
+        torch.testing.assert_close(torch.tensor(ax.images[0].get_array().data), shown[0])
+        assert ax.images[0].get_clim() == (0, 1)
+    assert [[text.get_text() for text in ax.texts] for ax in (first, second, third)] == [
+        ["1.00", "0.25", "0.25", "1.00"], ["1.00", "0.65", "0.65", "1.00"], []
+    ]  # fmt: skip
+    assert [text.get_color() for text in second.texts] == ["black"] * 4
+    assert [text.get_color() for text in first.texts] == ["black", "white", "white", "black"]
+    assert list(third.get_xticks()) == [-0.5, 2.5, 5.5]
+    assert [label.get_text() for label in third.get_xticklabels()] == ["0", "3", "6"]
+    assert [label.get_text() for label in first.get_yticklabels()] == ["1", "2"]
+    assert [ax.get_ylabel() for ax in (first, second, third)] == ["before\nhead", "after\nhead", "after\ndirection"]
+    assert (first.get_title(), third.get_xlabel(), first.get_xlabel()) == ("layer 1", "direction", "head")
+    assert [bar.get_ylabel() for bar in bars] == ["overlap (random: 0.25)"] * 2 + ["absolute cosine"]
+
+
+def test_attention_is_drawn_head_by_head_on_one_scale():
+    patches = torch.arange(16.0).reshape(2, 2, 2, 2) / 16
+    seen = whitebox.DigitAttention(
+        torch.rand(2, 4, 4), torch.tensor([7, 3]), torch.tensor([7, 8]), torch.tensor([[0.1, 0.2], [0.3, 0.4]]), patches
+    )
+    *axes, bar = figures.attention(seen).axes
+    grid = [axes[:3], axes[3:]]
+    for digit, row in enumerate(grid):
+        torch.testing.assert_close(torch.tensor(row[0].images[0].get_array().data), seen.images[digit])
+        for head, ax in enumerate(row[1:]):
+            torch.testing.assert_close(torch.tensor(ax.images[0].get_array().data), patches[digit, head])
+            assert ax.images[0].get_clim() == (0, 15 / 16)
+            assert ax.get_xlabel() == f"to itself {seen.itself[digit, head]:.2f}"
+            assert ax.get_title() == (f"head {head + 1}" if digit == 0 else "")
+    assert [row[0].get_ylabel() for row in grid] == ["digit 7,\nread as 7", "digit 3,\nread as 8"]
+    assert bar.get_ylim() == (0, 15 / 16)
