@@ -118,7 +118,7 @@ def test_a_table_of_times_has_baselines_over_ours():
     found.append(row("eager", 7.0, direction="forward"))
     (ax,) = figures.heatmap(Results(MACHINE, found)).axes
     cells = {text.get_position(): (text.get_text(), text.get_color()) for text in ax.texts}
-    assert cells == {(0, 0): ("4", "black"), (1, 0): ("0.5", "black"), (0, 1): ("32", "white")}
+    assert cells == {(0, 0): ("4×", "black"), (1, 0): ("0.5×", "black"), (0, 1): ("32×", "white")}
     shown = np.ma.filled(ax.images[0].get_array(), np.nan)
     np.testing.assert_allclose(shown, np.log2([[4, 0.5], [32, np.nan]]))
     assert [label.get_text() for label in ax.get_yticklabels()] == ["mssa n128 fp32", "mssa n64 fp32"]
