@@ -122,7 +122,8 @@ def test_a_table_of_times_has_baselines_over_ours():
     shown = np.ma.filled(ax.images[0].get_array(), np.nan)
     np.testing.assert_allclose(shown, np.log2([[4, 0.5], [32, np.nan]]))
     assert [label.get_text() for label in ax.get_yticklabels()] == ["mssa n128 fp32", "mssa n64 fp32"]
-    assert ax.get_title() == "times as long as ours: forward and backward"
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["eager", "SDPA"]
+    assert ax.get_title(loc="right") == "Speedup over each baseline, forward and backward"
     names = figures.every(Results(MACHINE, found)).keys()
     assert names == {"speedup_both", "roofline_fp32"}, "forward has none of ours"
 
