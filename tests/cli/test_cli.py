@@ -195,3 +195,91 @@ def test_info_says_whether_a_gpu_was_timed(gpu, monkeypatch, capsys):
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("gpu ")]
     assert line.endswith(f"by its times, {classes} classes of calls take another backend (docs/gpu.md)" * bool(classes))
     assert ("by its times" in line) == (gpu == "NVIDIA H200")
+
+
+EXTENSIONS = {
+    "absent": (True, "python -m crate_kernels build, with a C++ compiler installed (no compiler)"),
+    "no sources": (False, "install from a source distribution: the C++ sources are not here"),
+}
+
+
+@pytest.mark.parametrize(("sources", "advice"), EXTENSIONS.values(), ids=EXTENSIONS)
+def test_info_says_how_to_get_the_extension(sources, advice, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(info._extension, "PATH", None)
+    monkeypatch.setattr(info._extension, "MISSING", "no compiler")
+    monkeypatch.setattr(info.libraries, "source_folder", lambda: tmp_path if sources else None)
+    assert main(["info", "--json"]) == 0
+    assert printed(capsys)["extension"] == {"path": None, "advice": advice}
+    assert main(["info"]) == 0
+    assert f"extension     not built; to get it: {advice}" in capsys.readouterr().out
+
+
+def test_info_says_that_kernels_are_kept_nowhere(monkeypatch):
+    def nowhere():
+        raise info.libraries.BuildError("no home")
+
+    monkeypatch.setattr(info.nvrtc, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(info.nvrtc, "library", lambda: SimpleNamespace(version=(12, 8), architectures=(80,)))
+    monkeypatch.setattr(info.cubins, "folder", nowhere)
+    assert info._nvrtc_facts() == {"version": "12.8", "architectures": (80,), "kept": "nowhere: no home"}
+
+
+def test_facts_of_a_gpu(monkeypatch):
+    properties = SimpleNamespace(
+        name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=139.8 * 2**30
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert info._gpu(0) == {
+        "name": "NVIDIA H200", "capability": "9.0", "multiprocessors": 132, "memory_gib": 139.8,
+        "classes": len(measured.read("NVIDIA H200")),
+    }  # fmt: skip
+
+
+def test_info_prints_every_fact(monkeypatch, capsys):
+    facts = info.collect()
+    gpu = {"name": "a GPU", "capability": "9.0", "memory_gib": 1.5, "classes": 0}
+    facts |= {"gpus": [gpu], "versions": facts["versions"] | {"triton": None, "hip": "6"}}
+    monkeypatch.setattr(info, "collect", lambda: facts)
+    assert main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    cpu = facts["cpu"]
+    for line in (
+        "triton        not installed",
+        "hip           6",
+        f"cpu           {cpu['machine']}, {cpu['capability']}, {torch.get_num_threads()} threads",
+        "gpu           a GPU, sm 9.0, 1.5 GiB",
+        "backend=None picks:",
+        "  cpu: " + ", ".join(f"{op} {name}" for op, name in facts["default"]["cpu"].items()),
+    ):
+        assert line in lines
+
+
+def test_verify_checks_what_it_is_asked_to(monkeypatch, capsys):
+    cases = [next(iter(testing.cases(op))) for op in ("mssa", "ista")]
+    monkeypatch.setattr(testing, "CASES", tuple(cases))
+    seen = []
+    check = "crate_kernels.cli.verify._check"
+    monkeypatch.setattr(check, lambda case, dtype, device, only, excluded: seen.append((case.op, dtype, only)) or [])
+    main(["verify", "--device", "cpu", "--op", "ista", "--dtype", "bf16", "--backend", "composite"])
+    assert seen == [("ista", "bf16", ["composite"])]
+    seen.clear()
+    main(["verify", "--device", "cpu"])
+    assert seen == [(op, dtype, None) for dtype in ("fp32", "bf16", "fp16") for op in ("mssa", "ista")]
+
+
+def test_verify_leaves_out_what_a_backend_refuses(one_case, monkeypatch, capsys):
+    def refused(*args):
+        raise NotImplementedError("composite: not this one")
+
+    monkeypatch.setattr(composite, "forward", refused)
+    assert verify() == 2
+    assert "excluded, 1 cases: composite: not this one" in capsys.readouterr().out
+
+
+def test_plot_names_the_package_that_it_needs(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "results.json"
+    path.write_text('{"machine": {"device": "a"}, "rows": []}')
+    monkeypatch.setitem(sys.modules, "crate_kernels.bench.drawing", None)
+    monkeypatch.delattr("crate_kernels.bench.drawing", raising=False)
+    assert main(["plot", str(path)]) == 2
+    assert capsys.readouterr().out.startswith("plot: needs ")

@@ -207,3 +207,52 @@ def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "lockf", refuse)
     with pytest.warns(UserWarning, match="no lock keeps a second run out .No locks available."), files.owned(tmp_path):
         pass
+
+
+def test_a_name_that_a_file_may_have():
+    assert files.plain_name("NVIDIA H200 (80GB)/x_1") == "NVIDIA-H200-80GB-x-1"
+
+
+def test_another_error_of_a_lock_is_not_taken_for_a_second_run(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl", reason="locks are of POSIX: run on Linux")
+    closed, close = [], os.close
+
+    def broken(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "lockf", broken)
+    monkeypatch.setattr(os, "close", lambda lock: closed.append(lock) or close(lock))
+    with pytest.raises(OSError, match="Input/output error") as raised, files.owned(tmp_path, patience=60.0):
+        pass
+    assert not isinstance(raised.value, files.InUse)
+    assert len(closed) == 1
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EACCES])
+def test_a_second_run_is_told_of_one_that_could_not_sign(number, tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl", reason="locks are of POSIX: run on Linux")
+
+    def taken(*_):
+        raise OSError(number, "taken")
+
+    monkeypatch.setattr(fcntl, "lockf", taken)
+    with pytest.raises(files.InUse, match=r"is in use by another process: wait for its end"), files.owned(tmp_path):
+        pass
+
+
+def test_on_a_full_disk_a_lock_stays_unsigned(tmp_path, monkeypatch):
+    pytest.importorskip("fcntl", reason="locks are of POSIX: run on Linux")
+
+    def full_disk(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full_disk)
+    with files.owned(tmp_path):
+        assert (tmp_path / ".lock").read_bytes() == b""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_system_without_locks_goes_without(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with files.owned(tmp_path), files.owned(tmp_path):
+        assert list(tmp_path.iterdir()) == []

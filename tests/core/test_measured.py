@@ -146,3 +146,12 @@ def test_cudnn_is_not_taken_where_the_user_excludes_it(excluded):
 
 def test_a_wheel_has_the_tables():
     assert f'"_core/{measured.FOLDER.name}/*.json"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(("length", "rounded"), [(-1, 1), (0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
+def test_lengths_are_rounded_up_to_powers_of_two(length, rounded):
+    assert measured.bucket(length) == rounded
+
+
+def test_no_gpu_has_no_table():
+    assert measured.read("") == {}

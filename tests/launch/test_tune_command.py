@@ -260,3 +260,36 @@ def test_the_best_ranked_candidates_are_timed(command, tmp_path):
     path.write_text(json.dumps({str(command[0]): [dict(c) for c in reversed(CANDIDATES)]}))
     assert tune.narrowed(command, path, 1)[0].table.candidates == (CANDIDATES[-1],)
     assert tune.narrowed(command, path)[0].table.candidates == tuple(reversed(CANDIDATES))
+
+
+def test_what_was_found_is_forgotten(command, gpu, capsys, monkeypatch):
+    monkeypatch.setattr(tune, "_tune", lambda *args: pytest.fail("timed"))
+    _table.write_user_rows(gpu, {"fake": [LaunchRow(CANDIDATES[0])]})
+    for _ in range(2):  # there is nothing to forget the second time
+        assert cli.main(["tune", "--forget"]) == 0
+        assert not _table.user_table(gpu).exists()
+    assert f"tune: the shipped configurations serve {gpu} again" in capsys.readouterr().out
+
+
+def test_an_operator_without_kernels_here_is_not_tuned(command, monkeypatch, capsys):
+    monkeypatch.setattr(tune.backends, "unavailable_reason", lambda op, name, device: f"no {name} for {op}")
+    monkeypatch.setattr(tune, "_tune", lambda *args: 7)
+    assert cli.main(["tune", "--op", "tssa"]) == 1
+    assert "tune: no triton for tssa" in capsys.readouterr().out
+    assert cli.main(["tune"]) == 7  # of all operators, those that are here are tuned
+
+
+def test_an_interrupted_tuning_says_what_serves(command, gpu, monkeypatch, capsys):
+    def in_process(target, *args):
+        messages = Sink()
+        target(messages, *args)
+        for message in messages:
+            yield message
+            if message[0] == "found":
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(_tune, "in_process", in_process)
+    assert cli.main(["tune"]) == 0
+    printed = capsys.readouterr().out
+    assert "tune: interrupted; what follows is written and serves" in printed
+    assert f"tune: written to {_table.user_table(gpu)}" in printed
