@@ -293,7 +293,7 @@ def _all_goals(results: Results) -> str:
     every = list(goals.lines(results))
     measured = [line for line in every if line[3]]
     table = cells.markdown(["goal", "dtype", "target", "measured", "met", "why not"], measured) if measured else ""
-    left = ", ".join(f"{what} ({target})" for what, _, target, found, *_ in every if not found)
+    left = "; ".join(f"{what} ({target})" for what, _, target, found, *_ in every if not found)
     return table + (f"{chr(10) if table else ''}Not measured: {left}.\n" if left else "")
 
 

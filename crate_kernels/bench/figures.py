@@ -138,24 +138,6 @@ def _lines(ax: Any, lines: list[Series], values_of: Callable[[Series], list[floa
     _finish(ax, loc="upper left")
 
 
-def rates(results: Results) -> Figure:
-    """Draw TFLOP/s of the operators that multiply against seqlen, under the rate of PyTorch's own product."""
-    ops = [op for op in _MULTIPLYING if series(results, op, "seqlen", "both")]
-    figure, grid = axes(4.6 * len(ops), 3.4, 1, len(ops))
-    product = results.machine["product_flops"]["fp32"] / 1e12
-    for ax, op in zip(grid[0], ops, strict=True):
-        for line in series(results, op, "seqlen", "both"):
-            reached = [(row.flops or 0) / row.time / 1e12 for row in line.rows]
-            ax.plot(line.sizes, reached, label=_name(line.provider), **_style(line.provider))
-        ax.axhline(product, color="black", linestyle=":", linewidth=1)
-        place = {"xycoords": ("axes fraction", "data"), "va": "bottom"}
-        ax.annotate("a product of PyTorch's", (0.02, product), fontsize=7, **place)
-        ax.set(title=_SWEEPS[op].title, xlabel="tokens", ylabel="TFLOP/s of the customary count", ylim=(0, None))
-        ax.set_xscale("log", base=2)
-        _finish(ax)
-    return figure
-
-
 def roofline(results: Results, dtype: str = "fp32") -> Figure:
     """Draw every forward of a dtype by its FLOP per byte and the FLOP/s that it reached."""
     figure, grid = axes(6.4, 4.2)
@@ -220,8 +202,6 @@ def every(results: Results) -> dict[str, Figure]:
     for over in ("seqlen", "batch", "dim"):
         if any(series(results, op, over, "both") for op in _SWEEPS):
             found[f"scaling_{over}"] = sweep(results, over)
-    if any(series(results, op, "seqlen", "both") for op in _MULTIPLYING):
-        found["rates_seqlen"] = rates(results)
     for dtype in results.machine["product_flops"]:
         if _multiplied(results, dtype):
             found[f"roofline_{dtype}"] = roofline(results, dtype)

@@ -132,7 +132,9 @@ def _heading(results: Results) -> str:
 def _time_cell(row: BenchRow) -> str:
     if not row.times:
         return row.skipped
-    return f"{1e3 * row.time:10.3f} ms  error {row.times_eager or 0:.2f} x eager's, {row.share or 0:.2f} of its budget"
+    return (
+        f"{1e3 * row.time:10.3f} ms  error {row.times_eager or 0:.2f} x eager's, {row.share or 0:.2f} of its tolerance"
+    )
 
 
 def _load_warning(results: Results) -> str:
@@ -143,7 +145,7 @@ def _table(results: Results) -> str:
     """Return a table, one line per case: the default backend's time, and the time ratios of the others.
 
     On a GPU, ``ms`` is the device's time. A call in a loop from Python takes the host's, where that is longer.
-    A provider beyond its error budget is shown as "wrong", without a time.
+    A provider beyond its error tolerance is shown as "wrong", without a time.
     """
     groups = list(dict.fromkeys(row.group for row in results.rows))
     shown = dict.fromkeys(row.provider for row in results.rows if row.times or _is_wrong(row))

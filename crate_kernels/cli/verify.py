@@ -56,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
     else:
-        print(table.render(["case", "backend", "dtype", "output", "error", "x eager", "budget", "pass"], _cells(rows)))
+        print(
+            table.render(["case", "backend", "dtype", "output", "error", "x eager", "tolerance", "pass"], _cells(rows))
+        )
         for reason, count in excluded.items():
             print(f"excluded, {count} cases: {reason}")
         for row in rows:

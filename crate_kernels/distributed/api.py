@@ -71,8 +71,7 @@ def mssa(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend to a sequence of which each rank has a part: ``crate_kernels.mssa``.
 
-    Query, key and value being one tensor, half of the bytes are sent that attention with three would send:
-    ``traffic`` counts them.
+    Sends half of the bytes that attention with separate query, key and value sends: ``traffic`` counts them.
 
     Args:
         w: this rank's projected tokens, (batch, nheads, own tokens, head_dim). Ranks may have any numbers of tokens, 0

@@ -182,7 +182,7 @@ _KINDS: dict[type[nn.Module], type[nn.Module]] = {
 
 @checks.suggesting
 def sequence_parallel(model: Model, group: Group, *, form: str | None = None, balanced: bool = False) -> Model:
-    """Have a model run on sequences of which each rank of a group computes a part.
+    """Let the ranks of a group each compute a part of a model's sequences.
 
     A language model takes the whole tokens and targets, the same in all ranks, and cuts them itself; its logits are
     those of this rank's tokens, its loss that of all. Other modules take and return the tokens of this rank. Positions

@@ -149,7 +149,7 @@ def from_official(
         image_size: size of the images, in pixels, to which learned positions are resized as by ``set_input_size``; by
             default that of the checkpoint, which the config gives.
 
-    What is new, resized or left out of the checkpoint is said by the logger ``crate_kernels``.
+    The logger ``crate_kernels`` says what is new, resized or left out of the checkpoint.
 
     Arguments that the weights do not determine are not checked. With MSSA, the number of heads is one of them:
     another number that divides the same width loads as well, but computes something else. It is therefore

@@ -18,8 +18,8 @@ class MSSA(nn.Module):
 
     ``w = x U``, ``o = softmax(scale * w w^T) w`` in each head and ``o W_out + b`` as published
     (CRATE, Yu et al. 2023, arXiv 2306.01129; its code). ``tied=True`` is the form the paper derives
-    (Eq. 11-12): ``gamma * o U^T`` with the softmax unscaled and no output parameters. A ``qkv`` that is no linear layer
-    any more (adapted, quantised, offloaded) is asked for its U by what it maps the identity to.
+    (Eq. 11-12): ``gamma * o U^T`` with the softmax unscaled and no output parameters. Where ``qkv`` is
+    no longer a linear layer (adapted, quantised, offloaded), U is what it maps the identity to.
 
     Parameters: ``qkv.weight`` (heads * dim_head, dim), no bias; ``to_out.0.weight`` (dim, heads * dim_head)
     and ``to_out.0.bias`` (dim,), absent when tied and when heads == 1 and dim_head == dim.
@@ -181,7 +181,7 @@ class TSSA(nn.Module):
     """Weigh each token's channels by the token statistics of its subspace: linear time (vision form).
 
     ``w = x U``, ``Pi = softmax over heads (temp * q)``, ``out = -w Pi / (1 + M)`` with M the second
-    moments of the tokens under Pi (ToST, Wu et al. 2024, arXiv 2412.17810, and its code; the
+    moments of the tokens under Pi (ToST, Wu et al. 2025, arXiv 2412.17810, and its code; the
     sums run over all tokens), then a linear projection.
 
     Parameters: ``qkv.weight`` (dim, dim) and ``qkv.bias`` (dim,) if asked for, ``temp`` (num_heads, 1),

@@ -110,7 +110,7 @@ class CausalTSSA(nn.Module):
     """Token-statistics attention whose sums run over earlier tokens: the language form.
 
     More than the vision form with a mask: the normalisation is a running one, and includes a learned ``denom_bias``
-    per position (ToST, Wu et al. 2024, arXiv 2412.17810; its language code).
+    per position (ToST, Wu et al. 2025, arXiv 2412.17810; its language code).
 
     Parameters: ``c_attn.weight`` (n_embd, n_embd), ``c_proj.weight`` (n_embd, n_embd), a ``.bias`` of each if
     asked for, ``temp`` (n_head, 1), ``denom_bias`` (n_head, block_size, 1).

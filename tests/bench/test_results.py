@@ -157,8 +157,8 @@ def test_plot_writes_every_figure(results, tmp_path, capsys):
     rows.write(path, results)
     assert main(["plot", str(path), "--output", str(tmp_path / "figures")]) == 0
     names = {figure.stem for figure in (tmp_path / "figures").glob("*.png")}
-    assert names == {"scaling_seqlen", "rates_seqlen", "speedup_both"}
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert names == {"scaling_seqlen", "speedup_both"}
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_plot_of_nothing(tmp_path, capsys):

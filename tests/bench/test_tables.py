@@ -215,5 +215,5 @@ def test_models_are_shown_with_and_without_graphs(tmp_path, monkeypatch):
 
 def test_without_a_gpu_its_goals_are_not_measured():
     (said,) = tables.render("gpu-goals", {}).splitlines()
-    assert said.startswith("Not measured: mssa forward, up to 1024 tokens (1.2 x best sdpa), ")
+    assert said.startswith("Not measured: mssa forward, up to 1024 tokens (1.2 x best sdpa); ")
     assert said.count(" x ") == len(goals.GPU_GOALS) + 1  # that of both clocks
