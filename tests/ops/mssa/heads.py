@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 
 from crate_kernels import mssa, testing
@@ -59,6 +60,22 @@ LONG_CASES = {
     "causal-alike": (64, 330, {**CAUSAL, "drawn": "alike", "lse": True}),
     "causal-128-channels": (128, 390, CAUSAL),
 }
+
+
+def often(cases, names):
+    """Have these cases in every run, and the others, which take seconds each, in exhaustive ones."""
+    assert set(names) <= set(cases)
+    return [pytest.param(one, marks=[] if one in names else [pytest.mark.exhaustive]) for one in cases]
+
+
+def often_both_ways(cases, late, early):
+    """Have these cases in every run whose products are made late, or at their issue."""
+    ways = [(False, "at-the-wait", late), (True, "at-the-issue", early)]
+    return [
+        pytest.param(case, when, id=f"{case}-{name}", marks=[] if case in names else [pytest.mark.exhaustive])
+        for when, name, names in ways
+        for case in cases
+    ]
 
 
 class Heads:

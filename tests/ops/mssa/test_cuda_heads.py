@@ -6,11 +6,12 @@ import torch
 from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.cuda import heads
 from tests.cuda import compilers, resources
-from tests.ops.mssa.heads import CASES, FORWARD_CASES, Heads
+from tests.ops.mssa.heads import CASES, FORWARD_CASES, Heads, often, often_both_ways
 from tests.ops.mssa.heads_broken import BROKEN, BROKEN_FORWARD
 
 HOPPER = {"capability": 90, "shared_limit": 227 * 1024, "multiprocessors": 1}  # a block has several heads
-WHEN = pytest.mark.parametrize("early", [False, True], ids=["at-the-wait", "at-the-issue"])
+EARLY = ["one-block", "causal-packed"]
+LATE = ["197-tokens", "packed", "holes", "40-channels", "causal-padded", "causal-a-tail-of-48"]
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 
 
@@ -26,27 +27,32 @@ def run_and_check_forward(case):
     case.check_forward(out, lse)
 
 
-@WHEN
-@pytest.mark.parametrize("case", {**CASES, **FORWARD_CASES})
+@pytest.mark.parametrize(
+    ("case", "early"), often_both_ways({**CASES, **FORWARD_CASES}, [*LATE, "a-tail-of-32", "128-channels-long"], EARLY)
+)
 def test_the_forward_of_heads(case, early, device):
     device(**HOPPER, early=early)
     run_and_check_forward(Heads(case, torch.bfloat16))
 
 
-@pytest.mark.parametrize("case", ["197-tokens", "packed", "padded", "holes", "causal-holes"])
+@pytest.mark.parametrize(
+    "case", often(["197-tokens", "packed", "padded", "holes", "causal-holes"], ["packed", "causal-holes"])
+)
 def test_the_forward_of_heads_in_fp16(case, device):
     device(**HOPPER)
     run_and_check_forward(Heads(case, torch.float16))
 
 
-@WHEN
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "early"), often_both_ways(CASES, [*LATE, "lse", "128-channels-padded"], EARLY))
 def test_the_backward_of_heads(case, early, device):
     device(**HOPPER, early=early)
     run_and_check(Heads(case, torch.bfloat16))
 
 
-@pytest.mark.parametrize("case", ["197-tokens", "lse", "packed", "padded", "holes", "causal", "causal-alike"])
+@pytest.mark.parametrize(
+    "case",
+    often(["197-tokens", "lse", "packed", "padded", "holes", "causal", "causal-alike"], ["padded", "causal-alike"]),
+)
 def test_the_backward_of_heads_in_fp16(case, device):
     device(**HOPPER)
     run_and_check(Heads(case, torch.float16))

@@ -15,7 +15,7 @@ from crate_kernels.ops.mssa import timed
 from crate_kernels.ops.mssa.cuda import heads, long_rows
 from crate_kernels.ops.mssa.cuda import tune as heads_tune
 from tests.ops import test_uncovered
-from tests.ops.mssa.heads import Heads
+from tests.ops.mssa.heads import Heads, often
 from tests.ops.mssa.test_cuda_heads import HOPPER
 from tests.tools.emulator import emulated
 
@@ -73,7 +73,7 @@ def test_nothing_takes_them_by_default(hopper, backend):
 CASES = ["197-tokens", "lse", "packed", "padded", "causal", "causal-packed", "causal-padded"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", often(CASES, ["lse", "packed", "causal-padded"]))
 def test_where_they_are_chosen_they_are_launched_and_repeated(case, taken, backend, repeated_calls):
     given = Heads(case, torch.bfloat16)
     out, lse, dw = both_ways(given, backend)
@@ -97,7 +97,13 @@ def tuned(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("case", "chosen"), [("197-tokens", True), ("causal", False), ("one-block", False), ("128-channels", False)]
+    ("case", "chosen"),
+    [
+        ("197-tokens", True),
+        ("causal", False),
+        ("one-block", False),
+        pytest.param("128-channels", False, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_tuned_row_has_them_taken(case, chosen, hopper, tuned, backend):
     both_ways(Heads(case, torch.bfloat16), backend)
@@ -165,7 +171,7 @@ def test_rows_that_no_sequence_covers_are_zero(offsets, taken, backend):
     assert "head_forward_kernel" in taken()
 
 
-@pytest.mark.parametrize("name", ["not a number", "infinite"])
+@pytest.mark.parametrize("name", often(["not a number", "infinite"], ["not a number"]))
 def test_what_is_no_number_stays_in_its_sequence(name, taken, backend):
     case = Heads("packed", torch.bfloat16)
     w = case.w.clone()
@@ -179,8 +185,15 @@ def test_what_is_no_number_stays_in_its_sequence(name, taken, backend):
         assert not result[same].isfinite().all()
 
 
-@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("causal", "gradient"),
+    [
+        pytest.param(False, False, id="full-forward"),
+        pytest.param(False, True, id="full-backward", marks=pytest.mark.exhaustive),
+        pytest.param(True, False, id="causal-forward", marks=pytest.mark.exhaustive),
+        pytest.param(True, True, id="causal-backward"),
+    ],
+)
 def test_tuning_times_them(causal, gradient, hopper, monkeypatch):
     monkeypatch.setattr(timed, "_TOKENS", 12 * 20)
     native = emulated.on_cuda("mssa")

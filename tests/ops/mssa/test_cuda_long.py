@@ -6,7 +6,7 @@ import torch
 from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.cuda import long_rows
 from tests.cuda import compilers, resources
-from tests.ops.mssa.heads import CAUSAL, LONG_CASES, LongRows
+from tests.ops.mssa.heads import CAUSAL, LONG_CASES, LongRows, often, often_both_ways
 from tests.ops.mssa.heads_broken import BROKEN_LONG_FORWARD
 from tests.ops.mssa.test_cuda_heads import (
     DTYPES,
@@ -16,31 +16,17 @@ from tests.ops.mssa.test_cuda_heads import (
     run_and_check_forward,
 )
 
-BOTH = ("many-tiles", "causal-holes")
+LATE = ["packed", "72-channels", "many-tiles", "causal-padded", "causal-128-channels"]
+EARLY = ["257-tokens", "causal-holes"]
 
 
-@pytest.mark.parametrize(
-    ("case", "early"),
-    [
-        *(pytest.param(case, False, id=f"{case}-at-the-wait") for case in LONG_CASES),
-        *(
-            pytest.param(case, True, id=f"{case}-at-the-issue", marks=[] if case in BOTH else [pytest.mark.exhaustive])
-            for case in LONG_CASES
-        ),
-    ],
-)
+@pytest.mark.parametrize(("case", "early"), often_both_ways(LONG_CASES, LATE, EARLY))
 def test_the_forward_of_long_rows(case, early, device):
     device(**HOPPER, early=early)
     run_and_check_forward(LongRows(case, torch.bfloat16))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "257-tokens",
-        *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("holes", "128-channels", "causal-packed")),
-    ],
-)
+@pytest.mark.parametrize("case", often(["257-tokens", "holes", "128-channels", "causal-packed"], ["257-tokens"]))
 def test_the_forward_of_long_rows_in_fp16(case, device):
     device(**HOPPER)
     run_and_check_forward(LongRows(case, torch.float16))

@@ -5,7 +5,7 @@ import torch
 
 from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.cuda import long_rows
-from tests.ops.mssa.heads import CAUSAL, LONG_CASES, LongRows
+from tests.ops.mssa.heads import CAUSAL, LONG_CASES, LongRows, often, often_both_ways
 from tests.ops.mssa.heads_broken import BROKEN_LONG_BACKWARD
 from tests.ops.mssa.test_cuda_heads import (
     DTYPES,
@@ -17,29 +17,18 @@ from tests.ops.mssa.test_cuda_heads import (
     run_and_check,
 )
 
-BOTH = ("many-tiles", "causal-padded")
+LATE = ["packed", "72-channels", "many-tiles", "causal-padded", "causal-128-channels"]
+EARLY = ["257-tokens", "causal-holes"]
 ELSEWHERE = pytest.mark.exhaustive
 
 
-@pytest.mark.parametrize(
-    ("case", "early"),
-    [
-        *(pytest.param(case, False, id=f"{case}-at-the-wait") for case in LONG_CASES),
-        *(
-            pytest.param(case, True, id=f"{case}-at-the-issue", marks=[] if case in BOTH else [ELSEWHERE])
-            for case in LONG_CASES
-        ),
-    ],
-)
+@pytest.mark.parametrize(("case", "early"), often_both_ways(LONG_CASES, LATE, EARLY))
 def test_the_backward_of_long_rows(case, early, device):
     device(**HOPPER, early=early)
     run_and_check(LongRows(case, torch.bfloat16))
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["causal-padded", *(pytest.param(one, marks=ELSEWHERE) for one in ("257-tokens", "packed", "128-channels"))],
-)
+@pytest.mark.parametrize("case", often(["causal-padded", "257-tokens", "packed", "128-channels"], ["causal-padded"]))
 def test_the_backward_of_long_rows_in_fp16(case, device):
     device(**HOPPER)
     run_and_check(LongRows(case, torch.float16))

@@ -12,7 +12,7 @@ from crate_kernels.cli.tune import judge
 from crate_kernels.ops.mssa import timed
 from crate_kernels.ops.mssa.cuda import heads, long_rows
 from tests.ops import test_uncovered
-from tests.ops.mssa.heads import Heads, LongRows
+from tests.ops.mssa.heads import Heads, LongRows, often
 from tests.ops.mssa.test_cuda_heads_taken import DTYPES, both_ways, hopper  # noqa: F401  # a fixture
 from tests.tools.emulator import emulated
 
@@ -42,7 +42,9 @@ def test_nothing_takes_them_by_default(hopper, backend):  # noqa: F811
     assert {*hopper()} == {"mma_forward_kernel", "mma_shift_kernel", "mma_backward_kernel"}
 
 
-@pytest.mark.parametrize("case", ["257-tokens", "packed", "padded", "causal", "causal-packed"])
+@pytest.mark.parametrize(
+    "case", often(["257-tokens", "packed", "padded", "causal", "causal-packed"], ["packed", "causal"])
+)
 def test_where_they_are_chosen_they_are_launched_and_repeated(case, taken, backend, repeated_calls):
     given = LongRows(case, torch.bfloat16)
     out, lse, dw = both_ways(given, backend)
