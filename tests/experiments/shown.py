@@ -88,6 +88,13 @@ def _curve(line, values, start, colour=None, step=1):
         assert to_hex(line.get_color()) == colour
 
 
+def _whole(*axes):
+    """Require ticks at integers alone, however few are shown."""
+    for ax in axes:
+        ax.set_xlim(0, 1.5)
+        assert all(tick == int(tick) for tick in ax.get_xticks())
+
+
 def _band(filled, low, high):
     """Require that a filled band runs over layers 1, 2, .. from ``low`` to ``high``."""
     xs, ys = filled.get_paths()[0].vertices.T
@@ -110,6 +117,7 @@ def _denoise(figures, table, facts):
     for ax, form in zip(softmax.axes, ("unscaled", "scaled", "normalised"), strict=True):
         for line, noise, colour in zip(ax.lines, (0.2, 0.5), CYCLE, strict=False):
             _curve(line, found[form, noise], 0, colour)
+    _whole(*theorem.axes, *softmax.axes)
     rows = iter(table)
     assert next(rows) == ["threshold 0.6, N=128, K=2, p=32: SNR growth a layer, layers 1-4", "1.3000", "1.3000"]
     assert next(rows) == ["  largest departure, float64", "0", f"{max(entry['departure'][:5]):.1e}"]
@@ -137,6 +145,7 @@ def _icl(figures, table, facts):
             _curve(line, values, 0)
         assert [line.get_linestyle() for line in ax.lines] == [*["--", ":"][: len(found["floors"])], "-", "-", "--"]
         assert ax.get_ylim() == (-0.05, 1.6)
+        _whole(ax)
         for line, values, colour in zip(losses.lines, found["losses"].values(), CYCLE, strict=False):
             _curve(line, values, 0.5, colour)
         assert losses.get_ylim()[0] == 0
@@ -196,6 +205,7 @@ def _layers(figures, table, facts):
             _curve(line, mean, 1)
             _band(band, mean - spread, mean + spread)
         assert ax.get_ylim()[0] == 0
+    _whole(*epochs.axes)
     for layer, ax in enumerate(heatmaps.axes[:2]):
         code = ax.images[0].get_array()
         assert code.shape == (17, 16)

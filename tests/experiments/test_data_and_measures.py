@@ -20,6 +20,7 @@ from crate_kernels.experiments.language import text
 from crate_kernels.experiments.language.settings import PRESETS as LANGUAGE
 from crate_kernels.experiments.layers import job as layers
 from crate_kernels.experiments.layers import watching
+from crate_kernels.experiments.mae import job as mae
 from crate_kernels.experiments.mae import probe
 from crate_kernels.experiments.mae.settings import PRESETS as MAE
 from crate_kernels.experiments.redunet import digits as turned_digits
@@ -94,6 +95,16 @@ def test_the_class_token_is_probed_apart_from_the_patches():
     assert found.keys() == wanted.keys()
     for name, each in wanted.items():
         torch.testing.assert_close(torch.from_numpy(found[name]), each)
+
+
+def test_the_mean_digit_is_filled_into_the_same_patches(small):
+    digits = data.load()
+    images = digits.crop(digits.test_images[:5])
+    masks = (torch.rand(5, digits.side**2, generator=torch.Generator().manual_seed(0)) < 0.3).float()
+    off = (images - digits.crop(digits.train_images).mean(0)).square()
+    hidden = masks.view(5, 1, digits.side, digits.side)
+    hidden = hidden.repeat_interleave(digits.patch_size, 2).repeat_interleave(digits.patch_size, 3).bool()
+    assert mae._error_of_the_mean(digits, images, masks) == pytest.approx(off[hidden].mean().item())
 
 
 def test_the_tokens_of_each_layer_are_shown(small):

@@ -40,7 +40,7 @@ def test_where_a_model_starts():
 
 
 def test_every_second_head_can_attend_to_what_is_opposite():
-    settings = replace(SETTINGS, opposite=True)
+    settings = replace(SETTINGS, opposite=True, heads=4)
     trial: Any = SimpleNamespace(seed=0, backend=None, device=torch.device("cpu"))
     plain, turned = (fresh(trial, settings, name) for name in list(models(settings))[:2])
     for ours, theirs in zip(plain.parameters(), turned.parameters(), strict=True):

@@ -153,6 +153,75 @@ def test_what_is_not_nvrtc_is_passed_over(machine, monkeypatch):
     assert ctypes.CDLL is nvrtc.ctypes.CDLL
 
 
+class Scripted(Stub):
+    """An NVRTC that notes each call, and fails in one."""
+
+    def __init__(self, failing=""):
+        super().__init__()
+        self.calls, self.failing = [], failing
+        self.nvrtcGetErrorString = lambda status: f"error {status}".encode()
+        self.nvrtcCompileProgram = lambda *args: self.done("nvrtcCompileProgram", list(args[2])[: args[1]])
+        for kind, size in (("CUBIN", 4), ("PTX", 3), ("ProgramLog", 9)):
+            setattr(
+                self, f"nvrtcGet{kind}Size", lambda program, into, size=size: setattr(into._obj, "value", size) or 0
+            )
+
+    def done(self, name, *noted):
+        self.calls.append((name.removeprefix("nvrtc"), *noted))
+        return 6 if self.failing == name.removeprefix("nvrtc") else 0
+
+    def nvrtcCreateProgram(self, program, source, name, count, texts, keys):
+        program._obj.value = 77
+        return self.done("nvrtcCreateProgram", source, dict(zip(list(keys), list(texts), strict=True)))
+
+    def nvrtcAddNameExpression(self, program, name):
+        return self.done("nvrtcAddNameExpression", name)
+
+    def nvrtcGetLoweredName(self, program, name, found):
+        found._obj.value = b"_Z" + name
+        return self.done("nvrtcGetLoweredName")
+
+    def nvrtcGetCUBIN(self, program, content):
+        content.raw = b"cubi"
+        return self.done("nvrtcGetCUBIN")
+
+    def nvrtcGetPTX(self, program, content):
+        content.raw = b"ptx"
+        return self.done("nvrtcGetPTX")
+
+    def nvrtcGetProgramLog(self, program, content):
+        content.raw = b" spills \0"
+        return self.done("nvrtcGetProgramLog")
+
+    def nvrtcDestroyProgram(self, program):
+        return self.done("nvrtcDestroyProgram")
+
+
+@pytest.mark.parametrize(("architecture", "binary"), [("sm_90a", b"cubi"), ("compute_90", b"ptx")])
+def test_what_nvrtc_is_asked_for_in_order(architecture, binary):
+    library = Scripted()
+    found = nvrtc.Nvrtc(library).compile("text", architecture, ["-a", "-b"], {"x.h": "1", "y.h": "2"}, ["f<1>", "g"])
+    assert found == nvrtc.Compiled(binary, {"f<1>": "_Zf<1>", "g": "_Zg"}, "spills")
+    assert library.calls[:4] == [
+        ("CreateProgram", b"text", {b"x.h": b"1", b"y.h": b"2"}),
+        ("AddNameExpression", b"f<1>"),
+        ("AddNameExpression", b"g"),
+        ("CompileProgram", [f"--gpu-architecture={architecture}".encode(), b"-a", b"-b"]),
+    ]
+    assert library.calls[-1] == ("DestroyProgram",)
+
+
+@pytest.mark.parametrize(
+    "failing", ["CreateProgram", "AddNameExpression", "CompileProgram", "GetLoweredName", "GetCUBIN"]
+)
+def test_what_fails_in_nvrtc_is_named_and_leaves_no_program(failing):
+    library = Scripted(failing)
+    words = r"NVRTC: error 6 for sm_80:\nspills" if failing == "CompileProgram" else f"NVRTC: nvrtc{failing}: error 6"
+    with pytest.raises(nvrtc.NotCompiled, match=words):
+        nvrtc.Nvrtc(library).compile("text", "sm_80", names=["f"])
+    assert (library.calls[-1] == ("DestroyProgram",)) == (failing != "CreateProgram")
+
+
 class Counting:
     """A library that counts the programs which were made and not destroyed."""
 
