@@ -11,6 +11,7 @@ import pytest
 
 from crate_kernels._core import files
 from tests import fuzz
+from tests.apart import cells
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere children live on: run on Linux")
@@ -74,17 +75,28 @@ def test_a_process_that_is_bound_is_this_python(tmp_path):
     assert child.communicate()[0].split() == [str(child.pid), sys.executable, "one", "2"]
 
 
-def test_a_second_run_is_kept_from_a_log(tmp_path, monkeypatch, capsys):
+COMMANDS = {
+    "cells": (cells.main, lambda folder: ["--log", folder / "log.jsonl"], "log.jsonl"),
+    "fuzz": (fuzz.main, lambda folder: ["--out", folder, "--calls", "1"], ""),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_second_run_is_kept_from_a_log(name, tmp_path, monkeypatch, capsys, threads):
+    threads(1)
+    main, arguments, owned = COMMANDS[name]
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
     holder = "from crate_kernels._core import files; import sys, time; from pathlib import Path\n"
     holder += "with files.owned(Path(sys.argv[1])): print('has it', flush=True); time.sleep(60)"
-    other = subprocess.Popen([sys.executable, "-c", holder, tmp_path], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    place = tmp_path / owned
+    other = subprocess.Popen([sys.executable, "-c", holder, place], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert other.stdout.readline() == "has it\n"
-        assert fuzz.main(["--out", str(tmp_path), "--calls", "1"]) == 1
-        assert f"{tmp_path} is in use by process {other.pid}" in capsys.readouterr().out
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments(tmp_path))])
+        assert main() == 1
+        assert f"{place} is in use by process {other.pid}" in capsys.readouterr().out
     finally:
         other.kill()
         other.communicate()
-    with files.owned(tmp_path):
+    with files.owned(place):
         pass
