@@ -306,6 +306,27 @@ CRATE_DEVICE void softmax_of_heads(const float* by_vector, const float (&temp)[S
   }
 }
 
+// Puts the gradient of a token's logits down, from that of its membership by the lane's heads.
+template <class S>
+CRATE_DEVICE void through_softmax(float (&d)[S::kOfLane], const float* members, int n, int first, bool own,
+                                  float* dlogit) {
+  float member[S::kOfLane], mean[2] = {};
+#pragma unroll
+  for (int j = 0; j < S::kOfLane; ++j) member[j] = members[n * S::kHeads + first + j];
+  // The mean is subtracted twice: see softmax_backward of heads.cuh.
+#pragma unroll
+  for (int time = 0; time < 2; ++time) {
+#pragma unroll
+    for (int j = 0; j < S::kOfLane; ++j) mean[time] += member[j] * d[j];
+    mean[time] = sum_of_lanes<S>(mean[time]);
+#pragma unroll
+    for (int j = 0; j < S::kOfLane; ++j) d[j] -= mean[time];
+  }
+  if (!own) return;
+#pragma unroll
+  for (int j = 0; j < S::kOfLane; ++j) dlogit[n * S::kHeads + first + j] = member[j] * d[j];
+}
+
 // Which tokens of the block are kept, as factors of the sums.
 template <class S>
 CRATE_DEVICE void put_keep(const TssaProblem& p, const TssaSpan& s, float* to) {

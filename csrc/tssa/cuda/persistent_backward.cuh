@@ -58,26 +58,14 @@ CRATE_DEVICE void softmax_backward_of_heads(const float* moments, const float* d
                                             float counted, const TssaRows& dmembership, int n, int first, bool own,
                                             float* dlogit) {
   constexpr int kOfLane = S::kOfLane;
-  float d[kOfLane], member[kOfLane], mean[2] = {};
+  float d[kOfLane];
 #pragma unroll
   for (int j = 0; j < kOfLane; ++j) {
     const int h = first + j;
-    member[j] = members[n * S::kHeads + h];
     d[j] = (sum_of<S::kPerHead>(moments + h * S::kPerHead) + dmass[h]) * counted - dlogit[n * S::kHeads + h];
     if (dmembership.data != nullptr) d[j] += dmembership(n, h);
   }
-  // The mean is subtracted twice: see softmax_backward of heads.cuh.
-#pragma unroll
-  for (int time = 0; time < 2; ++time) {
-#pragma unroll
-    for (int j = 0; j < kOfLane; ++j) mean[time] += member[j] * d[j];
-    mean[time] = sum_of_lanes<S>(mean[time]);
-#pragma unroll
-    for (int j = 0; j < kOfLane; ++j) d[j] -= mean[time];
-  }
-  if (!own) return;
-#pragma unroll
-  for (int j = 0; j < kOfLane; ++j) dlogit[n * S::kHeads + first + j] = member[j] * d[j];
+  through_softmax<S>(d, members, n, first, own, dlogit);
 }
 
 template <class T, int HEADS, int HEAD_DIM, int CLUSTER, int THREADS, int BUFFERS, bool MASKED>

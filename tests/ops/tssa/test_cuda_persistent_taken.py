@@ -136,11 +136,13 @@ def test_tuning_times_them(gradient, hopper, monkeypatch):
 def test_only_a_gpu_that_has_them_times_them(monkeypatch):
     assert persistent_tune.workloads() == []
     monkeypatch.setattr(persistent_tune.backends, "unavailable_reason", lambda *args: None)
-    for capability, count in ((80, 0), (90, 14), (100, 0)):
+    for capability, count in ((80, 0), (90, 16), (100, 0)):
         monkeypatch.setattr(persistent_tune.launch, "gpu", lambda device, c=capability: SimpleNamespace(capability=c))
         every = persistent_tune.workloads()
         assert len({str(one) for one in every}) == len(every) == count
-        assert all(one.table in (persistent.FORWARD, persistent.BACKWARD, walking.FORWARD) for one in every)
+        assert all(
+            one.table in (persistent.FORWARD, persistent.BACKWARD, walking.FORWARD, walking.BACKWARD) for one in every
+        )
 
 
 @pytest.mark.parametrize(("nheads", "head_dim"), [(4, 48), (8, 48), (16, 48), (8, 64), (12, 64)], ids=str)

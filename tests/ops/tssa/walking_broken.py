@@ -41,7 +41,7 @@ BROKEN = {
     "masked-tokens-counted": (
         "const float scale = kWalkScale * kept<S>(keep, n);\n#pragma unroll\n        for (int i = 0; i < 8; ++i) acc",
         "const float scale = kWalkScale;\n#pragma unroll\n        for (int i = 0; i < 8; ++i) acc",
-        "padded-right",
+        "padded-scattered",
     ),
     "membership-before-kept-tokens": ("const bool seen = !MASKED ||", "const bool seen = true ||", "padded-left"),
     "bias-of-another-place": (
@@ -55,4 +55,78 @@ BROKEN = {
         "        const float masses",
         "three-steps",
     ),
+}
+# Of walking_backward.cuh.
+_KEPT = "        tokens.template add<{0}>(0, tile, running, {1});\n"
+_CLUSTER = "    cluster_sync();\n    behind_groups<S, S::k{0}>"
+BROKEN |= {
+    "back-groups-not-waited-for": (
+        "    __syncthreads();\n    const int64_t chunk =",
+        "    const int64_t chunk =",
+        "three-steps",
+    ),
+    "back-slopes-of-one-block": (
+        _CLUSTER.format("Sums"),
+        _CLUSTER.format("Sums").replace("cluster_sync", "__syncthreads"),
+        "three-steps",
+    ),
+    "back-sums-of-the-next-chunk": ("(p.nchunks + 1) + s.chunk;", "(p.nchunks + 1) + s.chunk + 1;", "three-steps"),
+    "back-steps-forwards": (
+        "steps.template span<true>();\n    const bool start",
+        "steps.template span<false>();\n    const bool start",
+        "three-steps",
+    ),
+    "back-moments-without-earlier-tiles": (
+        _KEPT.format("true", "mass"),
+        _KEPT.format("true", "mass").replace("tile,", "0 * tile,"),
+        "three-steps",
+    ),
+    "back-energies-without-earlier-tiles": (
+        _KEPT.format("false", "unused"),
+        _KEPT.format("false", "unused").replace("tile,", "0 * tile,"),
+        "three-steps",
+    ),
+    "back-ranks-in-another-order": (
+        "if (r == rank) behind = sum;",
+        "if (r == S::kCluster - 1 - rank) behind = sum;",
+        "three-steps",
+    ),
+    "back-masses-not-waited-for": (
+        "    add_groups<S, S::kWidth>(groups, first);\n    __syncthreads();\n",
+        "    add_groups<S, S::kWidth>(groups, first);\n",
+        "three-steps",
+    ),
+    "back-masses-of-groups": (
+        "groups[g * S::kSums + S::kWidth + h] = 0.0f;",
+        "groups[g * S::kSums + S::kWidth + h] = sum;",
+        "three-steps",
+    ),
+    "back-dropout-without-factor": (
+        "p.seed == nullptr ? 1.0f : p.keep_factor",
+        "p.seed == nullptr ? 1.0f : 1.0f",
+        "dropout",
+    ),
+    "back-dropped-gradients-kept": ("bits >> i & 1 ? g[i] : 0.0f;", "bits >> i & 1 ? g[i] : g[i];", "dropout"),
+    "back-membership-not-waited-for": ("copy_async_wait<S::kBuffers - 1>();", "copy_async_wait<2>();", "three-steps"),
+    "back-dtemp-of-the-last-step": ("(start ? 0.0 : dtemp)", "(start ? 0.0 : 0.0 * dtemp)", "three-steps"),
+    "back-dtemp-of-another-sequence": ("(start ? 0.0 : dtemp)", "(start ? dtemp : dtemp)", "whole-steps"),
+    "back-dtemp-without-bias": ("gradient * (HEAD_DIM * bias[t]);", "gradient * (0.0f * bias[t]);", "three-steps"),
+    "back-no-gradient-of-membership": (
+        "if (dmembership.data != nullptr) d[j] +=",
+        "if (dmembership.data == nullptr) d[j] +=",
+        "three-steps",
+    ),
+    "back-own-sum-twice": ("(above ? earlier[r][i] * inverse : 1.0f)", "(above ? sum * inverse : 1.0f)", "three-steps"),
+    "back-part-not-kept": (
+        "          tokens.put_gradient(t, g);\n        }\n      }\n",
+        "        }\n      }\n",
+        "three-steps",
+    ),
+    "back-no-logits-for-the-bias": (
+        "j < S::kOfLane && own_row && b.bias != nullptr",
+        "j < S::kOfLane && own_row && b.bias == nullptr",
+        "three-steps",
+    ),
+    "back-masked-tokens-behind": ("later[i] * scale);", "later[i] * kWalkScale);", "padded-scattered"),
+    "back-masked-tokens-weigh": ("twice = 2.0f * member * counted,", "twice = 2.0f * member,", "padded-scattered"),
 }

@@ -174,11 +174,13 @@ def _causal_form(p: TssaProblem, w: Tensor, dout: Tensor | None, gpu: LaunchDevi
     return LaunchForm(access, threads, shared_bytes, cuts=p.nchunks if p.nchunks > 1 else 0)
 
 
-def _persistent_form(found: Persistent | None) -> LaunchForm | None:
-    """Return the form of a call that a persistent kernel takes."""
-    return found and LaunchForm(
-        "", found.shape.threads, found.shape.shared_bytes, found.shape.cluster, persistent=found
-    )
+def _persistent_form(found: Persistent | None, p: TssaProblem, walks_back: bool) -> LaunchForm | None:
+    """Return the form of a call that a persistent kernel takes; behind other kernels' sums where it walks back."""
+    if found is None:
+        return None
+    _, threads, shared_bytes, cluster = found.shape
+    cuts = p.nchunks if walks_back else 0
+    return LaunchForm(CAUSAL[0], threads, shared_bytes, cluster, cuts, found)
 
 
 def choose(
@@ -203,9 +205,9 @@ def choose(
     found = None
     if not causal:
         found = persistent.taken(p, w, dout, statistics, call, gpu)
-    elif dout is None and not decoding:
-        found = walking.taken(p, w, call, gpu)
-    form = _persistent_form(found)
+    elif not decoding:
+        found = walking.taken(p, w, dout, call, gpu)
+    form = _persistent_form(found, p, walks_back=causal and dout is not None)
     form = form or (_causal_form if causal else _full_form)(p, w, dout, gpu)
     if form.shared_bytes > gpu.shared_limit:
         direction = "forward" if dout is None else "backward"

@@ -26,6 +26,7 @@ from crate_kernels.ops.tssa.cuda.parameters import TssaBackward, TssaForward, Ts
 _TOTAL, _BEFORE, _BEHIND = range(3)  # TssaScan
 _SCAN_COLUMNS, _SCAN_PARTS = 32, 16  # of a block of the scan
 _DBIAS_THREADS = 256
+_WALKED_THREADS = 256  # at most, of the sums before a walk back
 
 
 class _PassLaunch(NamedTuple):
@@ -99,6 +100,11 @@ def _causal_forward(
 def _causal_backward(p: TssaProblem, form: LaunchForm, a: TssaBackward, sums: list[Tensor | None]) -> list[_PassLaunch]:
     """List the launches of the causal backward, but for that of the bias."""
     vectors = p.width // form.channels
+    if form.persistent is not None:
+        threads = min(max(-(-vectors // 32) * 32, 64), _WALKED_THREADS)
+        shape = Shape(p.nsequences * p.nchunks, threads)
+        totals = _PassLaunch(causal_steps(form.access, True)[0], shape, [a, c_int(p.dtype)])
+        return [totals, _scan(p, sums[0], _BEFORE), _PassLaunch(*form.persistent, [a])]
     shared = 0, vectors * 4, form.shared_bytes, causal_backward_bytes(p, form.channels, logits=False)
     totals, dmoment, dlogit, dw = (
         _PassLaunch(kernel, Shape(p.nsequences * p.nchunks, form.threads, shared_bytes), [a, c_int(p.dtype)])
@@ -168,8 +174,9 @@ def backward(
     p, form = choose(w, dout, call, causal, statistics)
     dw = operator.empty_out(w)
     dlogit = call.empty_membership(w) if form.cuts or causal else None
-    sums = [_empty_sums(w, p, form, by_channel=2 if causal else 1), _empty_sums(w, p, form)]
-    sums.append(_empty_sums(w, p, form) if causal else None)
+    walks = causal and form.persistent is not None
+    sums = [_empty_sums(w, p, form, by_channel=2 if causal else 1), None if walks else _empty_sums(w, p, form)]
+    sums.append(_empty_sums(w, p, form) if causal and not walks else None)
     if sums[2] is None:
         dtemp = written = w.new_empty((p.nsequences, p.nheads), dtype=torch.float32)
     else:

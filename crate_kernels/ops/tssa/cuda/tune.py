@@ -25,7 +25,7 @@ def workloads() -> list[Workload]:
     if launch.gpu(device).capability != persistent.CAPABILITY:
         return []
     images = itertools.product(_IMAGES, (196, 784), (persistent.FORWARD, persistent.BACKWARD))
-    texts = itertools.product(_TEXTS, (1024,), (walking.FORWARD,))
+    texts = itertools.product(_TEXTS, (1024,), (walking.FORWARD, walking.BACKWARD))
     return [
         _workload(table, *shape, seqlen, causal)
         for causal, cases in ((False, images), (True, texts))
@@ -35,5 +35,5 @@ def workloads() -> list[Workload]:
 
 def _workload(table: Table, nheads: int, head_dim: int, seqlen: int, causal: bool) -> Workload:
     row = LaunchRow({}, nheads * head_dim, 1 << (seqlen - 1).bit_length(), half=True)
-    gradient = table is persistent.BACKWARD
+    gradient = table in (persistent.BACKWARD, walking.BACKWARD)
     return Workload(table, row, timed.whole(native, nheads, head_dim, seqlen, causal, gradient))

@@ -1,6 +1,7 @@
 """Plans the walking kernels of the causal form on Hopper GPUs: csrc/tssa/cuda/walking.cuh.
 
-A cluster walks through one sequence after another and carries its running sums. It serves what the persistent kernels
+A cluster walks through one sequence after another and carries its running sums; in the backward it walks backwards,
+over sums before each block's tokens that a kernel and a scan of forms.py leave. They serve what the persistent kernels
 of the full form serve, and sequences of any length, if they keep half of the multiprocessors busy: fewer are cut into
 chunks. A cache is left to other kernels.
 
@@ -19,32 +20,39 @@ from crate_kernels._triton.launch import INTERPRETER
 from crate_kernels._triton.table import Config, LaunchRow, Table
 from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.cuda import persistent
-from crate_kernels.ops.tssa.cuda.parameters import TssaForward, TssaProblem
+from crate_kernels.ops.tssa.cuda.parameters import TssaBackward, TssaForward, TssaProblem
 from crate_kernels.ops.tssa.cuda.persistent import MOST_THREADS, VECTOR, Persistent, four, threads_of
 
 _NONE = {"CLUSTER": 0, "BUFFERS": 0, "THREADS": 0, "TOKENS": 0}
 # CLUSTER, BUFFERS, THREADS as of the persistent kernels; BUFFERS is of a step's tokens. TOKENS: of a thread, in a step.
-_CANDIDATES = tuple(
-    {"CLUSTER": cluster, "BUFFERS": buffers, "THREADS": threads, "TOKENS": tokens}
-    for cluster, buffers, threads, tokens in (
-        (8, 1, 384, 12),
-        (8, 2, 384, 12),
-        (8, 1, 192, 16),
-        (8, 2, 192, 16),
-        (8, 2, 384, 8),
-        (4, 1, 384, 12),
-        (4, 2, 192, 16),
-    )
+_FORWARD = (
+    (8, 1, 384, 12),
+    (8, 2, 384, 12),
+    (8, 1, 192, 16),
+    (8, 2, 192, 16),
+    (8, 2, 384, 8),
+    (4, 1, 384, 12),
+    (4, 2, 192, 16),
+)
+_BACKWARD = (
+    (8, 1, 384, 8),
+    (8, 1, 192, 8),
+    (8, 2, 384, 4),
+    (8, 2, 192, 4),
+    (8, 1, 192, 12),
+    (4, 1, 384, 8),
+    (4, 1, 192, 8),
 )
 
 
-def _table(direction: str) -> Table:
+def _table(direction: str, candidates: tuple[tuple[int, ...], ...]) -> Table:
     """Return the launch table of a direction, whose rows are by nheads * head_dim."""
     row = LaunchRow(_NONE)
-    return Table(f"tssa_walking_{direction}", {INTERPRETER: (row,), "sm_80": (row,)}, candidates=_CANDIDATES)
+    configs = tuple(dict(zip(_NONE, one, strict=True)) for one in candidates)
+    return Table(f"tssa_walking_{direction}", {INTERPRETER: (row,), "sm_80": (row,)}, candidates=configs)
 
 
-FORWARD = _table("forward")
+FORWARD, BACKWARD = _table("forward", _FORWARD), _table("backward", _BACKWARD)
 
 
 def chunk_of(width: int, config: Config) -> int:
@@ -52,34 +60,41 @@ def chunk_of(width: int, config: Config) -> int:
     return config["TOKENS"] * threads_of(width, config["THREADS"]) // (width // VECTOR)
 
 
-def shared_bytes(nheads: int, head_dim: int, config: Config) -> int:
-    """Return what a block takes of shared memory, as TssaWalkingShared does."""
-    width, chunk = nheads * head_dim, chunk_of(nheads * head_dim, config)
-    vectors, sums = width // VECTOR, four(width + nheads)
-    fixed = 4 + 2 * sums + 2 * width + 2 * sums + 4
-    by_token = config["BUFFERS"] * chunk * width // 2 + four(chunk * nheads) + four(chunk)
-    return 4 * (fixed + by_token + max(chunk * (vectors + 4), chunk // config["TOKENS"] * sums))
+def shared_bytes(nheads: int, head_dim: int, backward: bool, config: Config) -> int:
+    """Return what a block takes of shared memory, as TssaWalkingShared and TssaWalkingBackShared do."""
+    width, chunk, buffers = nheads * head_dim, chunk_of(nheads * head_dim, config), config["BUFFERS"]
+    row, sums, by_head = width // VECTOR + 4, four(width + nheads), four(chunk * nheads)
+    groups = chunk // config["TOKENS"] * sums
+    fixed = 4 + 2 * sums + 2 * width + 2 * sums
+    if backward:
+        fixed += four(nheads) + 3 * groups
+        return 4 * (fixed + buffers * (chunk * width + by_head) + 2 * by_head + four(chunk) + chunk * row)
+    return 4 * (fixed + 4 + buffers * chunk * width // 2 + by_head + four(chunk) + max(chunk * row, groups))
 
 
-def kernel(dtype: torch.dtype, nheads: int, head_dim: int, masked: bool, config: Config) -> Kernel:
+def kernel(dtype: torch.dtype, nheads: int, head_dim: int, masked: bool, backward: bool, config: Config) -> Kernel:
     """Return the kernel of a configuration."""
+    header, name = ("backward", "bwd") if backward else ("forward", "fwd")
     sizes = persistent.sizes(nheads, head_dim, masked, config)
-    return Kernel("tssa/cuda/walking_forward.cuh", f"tssa_causal_fwd_walking_kernel<{CPP_TYPES[dtype]}, {sizes}>")
+    return Kernel(f"tssa/cuda/walking_{header}.cuh", f"tssa_causal_{name}_walking_kernel<{CPP_TYPES[dtype]}, {sizes}>")
 
 
-def taken(p: TssaProblem, w: Tensor, call: TSSACall, gpu: LaunchDevice) -> Persistent | None:
+def taken(p: TssaProblem, w: Tensor, dout: Tensor | None, call: TSSACall, gpu: LaunchDevice) -> Persistent | None:
     """Return how a call is launched, whose tokens are cut, if these kernels serve it and were chosen, else None."""
-    if not persistent.serves(p, gpu, w):
+    backward = dout is not None
+    if not persistent.serves(p, gpu, w, *((dout,) if backward else ())):
         return None
-    config = FORWARD.config(w.device, p.width, p.seqlen, True, w.dtype)
+    config = (BACKWARD if backward else FORWARD).config(w.device, p.width, p.seqlen, True, w.dtype)
     cluster = config["CLUSTER"]
     if not cluster or 2 * p.nsequences * cluster < gpu.multiprocessors:
         return None
-    threads, bytes_ = threads_of(p.width, config["THREADS"]), shared_bytes(p.nheads, p.head_dim, config)
+    threads, bytes_ = threads_of(p.width, config["THREADS"]), shared_bytes(p.nheads, p.head_dim, backward, config)
     if threads > MOST_THREADS or bytes_ > gpu.shared_limit:
         return None
-    chosen = kernel(w.dtype, p.nheads, p.head_dim, call.key_padding_mask is not None, config)
-    found = persistent.resident(p, chosen, TssaForward, Shape(0, threads, bytes_, cluster), w.device, gpu)
+    chosen = kernel(w.dtype, p.nheads, p.head_dim, call.key_padding_mask is not None, backward, config)
+    record = TssaBackward if backward else TssaForward
+    found = persistent.resident(p, chosen, record, Shape(0, threads, bytes_, cluster), w.device, gpu)
     if found is not None:
         p.chunk_size = chunk_of(p.width, config)
+        p.nchunks = -(-p.seqlen // p.chunk_size)
     return found
