@@ -26,6 +26,7 @@ import torch
 from crate_kernels._core import files
 from tests import apart, loaders
 from tests.apart import judge as calls
+from tests.apart.call import HOPPER
 from tests.apart.draw import OPERATORS, draw, seeds_of
 from tests.apart.machines import quiet, ready
 from tests.loaders import folders
@@ -35,7 +36,7 @@ from tests.tools import bound
 ROOT = Path(__file__).parents[1]
 OUTPUT = Path("fuzz-output")
 ANY, LOADERS = "any", "loaders"
-BACKENDS = (ANY, "cpp", "composite", "reference", "emulated", "triton", LOADERS)
+BACKENDS = (ANY, "cpp", "composite", "reference", "emulated", *HOPPER, "triton", LOADERS)
 STATUSES = ("passed", "close", "refused", "limit", "loaded", "failed", "broken")
 BAD = ("failed", "broken")
 INCOMPLETE = 3  # exit status: nothing failed, but time was up
@@ -61,7 +62,8 @@ def cells(ops, backends):
     found = []
     for backend in backends or BACKENDS:
         found += [("", backend)] if backend in (ANY, LOADERS) and not ops else []
-        found += [(op, backend) for op in ops or OPERATORS] if backend not in (ANY, LOADERS) else []
+        every = OPERATORS if backend not in HOPPER else ("mssa",)
+        found += [(op, backend) for op in ops or every if op in every] if backend not in (ANY, LOADERS) else []
     return found
 
 

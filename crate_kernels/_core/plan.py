@@ -134,10 +134,16 @@ class Planned:
 
 
 def settings(first: Tensor) -> tuple[Any, ...]:
-    """Return what a call depends on beside its arguments: for products of float32 on a GPU, PyTorch's precision."""
-    if not (first.is_cuda and first.dtype is torch.float32):
+    """Return what a call on a GPU depends on beside its arguments.
+
+    That is whether sums must have one order, and for products of float32, PyTorch's precision.
+    """
+    if not first.is_cuda:
         return ()
-    return (torch.backends.cuda.matmul.fp32_precision, torch._C._get_float32_matmul_precision())
+    found = ("deterministic",) if torch.are_deterministic_algorithms_enabled() else ()
+    if first.dtype is torch.float32:
+        found += (torch.backends.cuda.matmul.fp32_precision, torch._C._get_float32_matmul_precision())
+    return found
 
 
 @cache

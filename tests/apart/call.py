@@ -11,7 +11,8 @@ import crate_kernels
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HALF = ("bfloat16", "float16")
-KERNELS = ("cpp", "triton", "emulated")  # emulated: CUDA C++ on the emulator of tests/tools
+HOPPER = ("hopper", "pairs")  # emulated, where mssa takes the kernels of sm_90a; long backwards by rows, or by pairs
+KERNELS = ("cpp", "triton", "emulated", *HOPPER)  # emulated: CUDA C++ on the emulator of tests/tools
 HEAD = ["import math", "import torch", "from crate_kernels import *", "from crate_kernels import nn", ""]
 
 
@@ -151,7 +152,7 @@ class Draw:
         name = None if name == "none" else name
         if name == "triton":
             return name, self.pick("float32", "float32", "float16")
-        odds = [10, 5, 5] if name in KERNELS else [8, 4, 4]
+        odds = [1, 10, 9] if name in HOPPER else [10, 5, 5] if name in KERNELS else [8, 4, 4]
         if self.chance(0.02 if name in KERNELS else 0.15):
             return name, "float64"
         return name, self.random.choices(["float32", "bfloat16", "float16"], odds)[0]

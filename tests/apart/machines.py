@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from tests.apart.call import HOPPER
 from tests.tools import fresh
 
 
@@ -15,6 +16,22 @@ def quiet():
     warnings.filterwarnings("ignore", ".*batching rule", UserWarning)  # of vmap over PyTorch's own attention
     warnings.filterwarnings("ignore", ".*encountered", RuntimeWarning)  # NumPy warns of NaN in Triton's interpreter
     warnings.filterwarnings("ignore", ".torch.jit.script", DeprecationWarning)  # torch.func.jvp calls it
+
+
+@contextmanager
+def taking_hopper(pairs):
+    """Emulate a Hopper GPU on which mssa takes what kernels of sm_90a serve; long backwards by pairs, or by rows."""
+    import torch
+
+    from crate_kernels._triton import table
+    from crate_kernels.ops.mssa.cuda import heads, long_pairs, long_rows
+
+    every = (heads.FORWARD, heads.BACKWARD, long_rows.FORWARD, long_pairs.BACKWARD if pairs else long_rows.BACKWARD)
+    torch.ops.crate_kernels_C.emulated_device(90, 4, 227 * 1024, False, False)
+    with ExitStack() as stack:
+        for one in every:
+            stack.enter_context(table.forced(one, one.candidates[0]))
+        yield
 
 
 @contextmanager
@@ -29,14 +46,17 @@ def ready(backend):
 
             for patched in (arithmetic_of_gpus, launches.quick):
                 stack.enter_context(patched())
-        if backend == "emulated":
+        if backend in ("emulated", *HOPPER):
+            from tests.tools import natives
             from tests.tools.emulator import emulated
 
             reason = emulated.unavailable_reason()
             if reason:
                 raise SystemExit(f"the CUDA emulator {reason}")
             emulated.load()
-            emulated.register()
+            natives.register(backend)
+        if backend in HOPPER:
+            stack.enter_context(taking_hopper(backend == "pairs"))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         fresh.fill(patch)
         yield

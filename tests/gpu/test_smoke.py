@@ -23,6 +23,7 @@ def test_the_smoke_test_has_every_operator_backend_and_kind_of_item():
         "generation",
         "heads",
         "rows",
+        "pairs",
         "persistent",
         "walking",
         "warnings",

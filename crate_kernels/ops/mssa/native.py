@@ -16,7 +16,7 @@ from crate_kernels._cuda.launch import is_gpu
 from crate_kernels._native.extension import library
 from crate_kernels.ops.mssa import given
 from crate_kernels.ops.mssa.call import DecodeCall, MSSACall, empty_lse, no_lse
-from crate_kernels.ops.mssa.cuda import heads, long_rows, plain, problem, steps, tensor_cores
+from crate_kernels.ops.mssa.cuda import heads, long_pairs, long_rows, plain, problem, steps, tensor_cores
 from crate_kernels.ops.mssa.splits import cdiv, choose_splits
 
 _MOST_HEAD_DIM = 256  # the kernels hold tiles of a head on chip
@@ -67,8 +67,8 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
         scratch = lse.new_empty((2 if call.threshold is None else 3, *lse.shape))
         fields = problem.of_backward(dout, dlse, w, out, lse, call, dw, scratch)
         if tensor_cores.take(w) and not tensor_cores.round_gradients(w, call, bool(fields["scores"])):
-            left = None
-            taking = next((one for one in (heads, long_rows) if one.take_backward(w, dout, out, call)), None)
+            left, every = None, (heads, long_pairs, long_rows)
+            taking = next((one for one in every if one.take_backward(w, dout, out, call)), None)
             if dout is not None and taking is not None:
                 left = taking.backward(dout, dlse, w, out, lse, call, dw)
             tensor_cores.backward(fields, w, call, left)

@@ -144,6 +144,10 @@ CRATE_DEVICE void store_shared_4(uint32_t address, uint4 v) {
 CRATE_DEVICE void store_shared(uint32_t address, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
+// Adds to four numbers in global memory; no order of adds by several threads.
+CRATE_DEVICE void add_global_4(float* to, float x, float y, float z, float w) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
 // 16 bytes from global memory, zeros unless `present`, in groups of the thread.
 CRATE_DEVICE void copy_async_16(uint32_t shared, const void* global, bool present) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(present ? 16 : 0)
@@ -221,12 +225,8 @@ CRATE_DEVICE void bulk_load(uint32_t shared, const void* global, int bytes, uint
                "l"(global), "r"(bytes), "r"(barrier)
                : "memory");
 }
-// Stores and sums to global memory, in groups. bulk_wait_read: shared memory may be written again when at most N groups
-// are unfinished.
-CRATE_DEVICE void bulk_store(void* global, uint32_t shared, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
-               : "memory");
-}
+// Sums to global memory, in groups. bulk_wait_read: shared memory may be written again when at most N groups are
+// unfinished.
 CRATE_DEVICE void bulk_add(float* global, uint32_t shared, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
                "r"(bytes)

@@ -7,13 +7,14 @@
 
 namespace crate_kernels::mssa {
 
-// One head of one sequence.
+// One head of one sequence. CALL: any record with nheads, seqlen, total, keep and cu_seqlens.
 struct Head {
   int sequence, head, start, length;
   uint32_t counter;  // batch * nheads + head: the head as dropout counts them
   int64_t row;       // of lse, delta and dlse, which have one number per row
 
-  CRATE_DEVICE Head(const Problem& call, int index) {
+  template <class CALL>
+  CRATE_DEVICE Head(const CALL& call, int index) {
     sequence = index / call.nheads;
     head = index % call.nheads;
     counter = static_cast<uint32_t>(index);
@@ -28,22 +29,31 @@ struct Head {
   }
 
   // Offsets are checked on the CPU only; here they are clamped.
-  static CRATE_DEVICE int bound(const Problem& call, int sequence) {
+  template <class CALL>
+  static CRATE_DEVICE int bound(const CALL& call, int sequence) {
     return min(max(call.cu_seqlens[sequence], 0), call.total);
   }
 
   // Elements before the head's first row.
-  CRATE_DEVICE int64_t offset(const Problem& call, const Rows& rows) const {
+  template <class CALL, class ROWS>
+  CRATE_DEVICE int64_t offset(const CALL& call, const ROWS& rows) const {
     return (call.cu_seqlens != nullptr ? start * rows.row : sequence * rows.batch) + head * rows.head;
+  }
+
+  // The head's first element.
+  template <class T, class CALL, class ROWS>
+  CRATE_DEVICE T* first(const CALL& call, const ROWS& rows) const {
+    return static_cast<T*>(rows.data) + offset(call, rows);
   }
 
   template <class T>
   CRATE_DEVICE View<T> view(const Problem& call, const Rows& rows) const {
-    return {static_cast<T*>(rows.data) + offset(call, rows), rows.row, rows.channel};
+    return {first<T>(call, rows), rows.row, rows.channel};
   }
 
   // Padding mask of the sequence; null: every token is a key.
-  CRATE_DEVICE const uint8_t* keep(const Problem& call) const {
+  template <class CALL>
+  CRATE_DEVICE const uint8_t* keep(const CALL& call) const {
     return call.keep == nullptr ? nullptr : call.keep + static_cast<int64_t>(sequence) * call.seqlen;
   }
 };

@@ -10,7 +10,7 @@ namespace crate_kernels::mssa {
 // Copies w, g and w^ of a head.
 template <class S>
 CRATE_DEVICE void load_head(const HeadCall& call, int index, uint32_t stage) {
-  const HeadTokensOf head(call, index);
+  const Head head(call, index);
   load_tokens<S>(call, head, call.w, stage);
   load_tokens<S>(call, head, call.g, stage + S::kTokens);
   if constexpr (S::kMasked) load_tokens<S>(call, head, call.w, stage + 2 * S::kTokens, head.keep(call));
@@ -42,12 +42,12 @@ CRATE_DEVICE float gradient_unit(const HeadPlace& place, uint32_t g) {
 // g becomes g^ in place, and d^ and what says whether a row is a key are written. Returns whether the rounding of out
 // would show in dw, in some row.
 template <class S>
-CRATE_DEVICE bool scale_gradients(const HeadCall& call, const HeadTokensOf& head, const HeadPlace& place, uint32_t w,
-                                  float c, float unit) {
+CRATE_DEVICE bool scale_gradients(const HeadCall& call, const Head& head, const HeadPlace& place, uint32_t w, float c,
+                                  float unit) {
   using T = typename S::T;
   const uint32_t g = w + S::kTokens;
   const int id = fresh(threadIdx.x), chunk = id & 7;
-  const T* const out = head.of<const T>(call, call.out);
+  const T* const out = head.first<const T>(call, call.out);
   const uint8_t* const keep = head.keep(call);
   bool shows = false;
 #pragma unroll 1
@@ -56,7 +56,7 @@ CRATE_DEVICE bool scale_gradients(const HeadCall& call, const HeadTokensOf& head
     const bool there = row < head.length;
     ScaledRow<T> scaled;
     float inverse = 0.0f;
-    const float lse = there ? call.lse[head.numbers + row] : -INFINITY;
+    const float lse = there ? call.lse[head.row + row] : -INFINITY;
     if (lse != -INFINITY) inverse = exp2_fast(c - lse * kLog2E) * unit;
     if (row < S::kRows) {
 #pragma unroll
@@ -73,7 +73,7 @@ CRATE_DEVICE bool scale_gradients(const HeadCall& call, const HeadTokensOf& head
     scaled.finish();
     shows |= scaled.shows(call.scale, lse, !S::kMasked || (there && keep[row]));
     if (chunk == 0 && row < S::kRows) {
-      if (call.dlse != nullptr && there) scaled.delta -= call.dlse[head.numbers + row] * inverse;
+      if (call.dlse != nullptr && there) scaled.delta -= call.dlse[head.row + row] * inverse;
       store_shared(place.base + S::kDeltas + 4 * row, scaled.delta);
       if constexpr (S::kMasked) store_shared(place.base + S::kKeeps + 4 * row, there && keep[row] ? 1.0f : 0.0f);
     }
@@ -83,8 +83,7 @@ CRATE_DEVICE bool scale_gradients(const HeadCall& call, const HeadTokensOf& head
 
 // The rows of the tail: sum over all rows of A w and E g^, as channels times tokens.
 template <class S>
-CRATE_DEVICE void add_tail(const HeadCall& call, const HeadTokensOf& head, const HeadGradient<S>& gradient,
-                           float back) {
+CRATE_DEVICE void add_tail(const HeadCall& call, const Head& head, const HeadGradient<S>& gradient, float back) {
   using T = typename S::T;
   const HeadPlace at = gradient.at;
   float sums[S::kPanels][S::kTail / 2];
@@ -109,7 +108,7 @@ CRATE_DEVICE void add_tail(const HeadCall& call, const HeadTokensOf& head, const
   wgmma_wait<0>();
 #pragma unroll
   for (int panel = 0; panel < S::kPanels; ++panel) pin(sums[panel]);
-  T* const dw = head.of<T>(call, call.dw);
+  T* const dw = head.first<T>(call, call.dw);
   const int lane = at.lane();
 #pragma unroll
   for (int panel = 0; panel < S::kPanels; ++panel) {
@@ -139,12 +138,12 @@ __global__ void __launch_bounds__(HeadShape<T, DIM, ROWS, MASKED, CAUSAL>::kThre
 #pragma unroll 1
   while (index < call.heads) {
     const int next = index + gridDim.x;
-    const HeadTokensOf head(call, index);
+    const Head head(call, index);
     // The largest lse bounds every score of a key.
     const int id = fresh(threadIdx.x);
     float most = -INFINITY, least = INFINITY;
     if (id < head.length) {
-      const float lse = call.lse[head.numbers + id] * kLog2E;
+      const float lse = call.lse[head.row + id] * kLog2E;
       if (lse != -INFINITY) most = least = lse;
     }
     most = warp_max(most), least = -warp_max(-least);
@@ -204,15 +203,15 @@ __global__ void __launch_bounds__(HeadShape<T, DIM, ROWS, MASKED, CAUSAL>::kThre
       const uint32_t own = base + S::kStagingAt + (place.group * 4 + place.warp) * S::kPanels * 16 * kRowBytes;
       stage_rows<T, DIM>(own, gradient.acc, 1.0f / unit, 1.0f / unit, place.lane());
       __syncwarp();
-      const HeadTokensOf own_head(call, fresh(index));
-      store_rows<S>(call, own_head.of<T>(call, call.dw), call.dw.row, own_head.length, own,
+      const Head own_head(call, fresh(index));
+      store_rows<S>(call, own_head.first<T>(call, call.dw), call.dw.row, own_head.length, own,
                     64 * place.group + 16 * place.warp, place.lane());
       if constexpr (S::kTail > 0) {
         const bool mine = place.group == index % S::kBlocks;
         if (mine) gradient.put_tail();
         fence_async_shared();
         barrier_sync(kAllThreads, S::kThreads);
-        if (mine) add_tail<S>(call, HeadTokensOf(call, fresh(index)), gradient, 1.0f / unit);
+        if (mine) add_tail<S>(call, Head(call, fresh(index)), gradient, 1.0f / unit);
       }
     }
     if (threadIdx.x == 0) call.left[index] = fits ? 0 : head.length;

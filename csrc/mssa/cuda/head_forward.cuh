@@ -9,7 +9,7 @@ namespace crate_kernels::mssa {
 // Writes half the score of every token with itself, in bits, and which tokens are keys. Writes the largest norm of each
 // warp's keys; causal, of each 32 tokens', and beside every norm the largest of the keys up to it in its 32.
 template <class S>
-CRATE_DEVICE void measure(const HeadCall& call, const HeadTokensOf& head, uint32_t base, uint32_t w) {
+CRATE_DEVICE void measure(const HeadCall& call, const Head& head, uint32_t base, uint32_t w) {
   using T = typename S::T;
   const uint8_t* const keep = head.keep(call);
   float most = -INFINITY;
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(128, ForwardShape<T, DIM, ROWS, CAUSAL>::kBesi
   uint32_t stage = base;
   const auto load = [&](int which, uint32_t to) {
     if (which < call.heads) {
-      const HeadTokensOf head(call, which);
+      const Head head(call, which);
       load_tokens<S, S::kRows>(call, head, call.w, to);
     }
     copy_async_commit();
@@ -205,10 +205,10 @@ __global__ void __launch_bounds__(128, ForwardShape<T, DIM, ROWS, CAUSAL>::kBesi
     fence_async_shared();
     __syncthreads();
     if (S::kStages == 2) load(index + gridDim.x, 2 * base + S::kStage - stage);
-    const HeadTokensOf head(call, index);
+    const Head head(call, index);
     measure<S>(call, head, base, stage);
     if (threadIdx.x == 0) {
-      const uint64_t out = head.before(call, call.out), lse = head.numbers;
+      const uint64_t out = head.offset(call, call.out), lse = head.row;
       store_shared_4(base + S::kPlaces, {static_cast<uint32_t>(out), static_cast<uint32_t>(out >> 32),
                                          static_cast<uint32_t>(lse), static_cast<uint32_t>(lse >> 32)});
     }

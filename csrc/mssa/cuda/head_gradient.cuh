@@ -240,7 +240,7 @@ struct HeadGradient {
 
   // d^ of the 64 rows from `first` on as a sum over their weights; of those in the tail, if `tail`, else of the others.
   CRATE_DEVICE void sum_deltas(const HeadCall& call, int index, int first, bool tail, float unit) {
-    const HeadTokensOf head(call, index);
+    const Head head(call, index);
     left = w + first * kRowBytes;
     float total[2] = {0.0f, 0.0f}, products[2] = {0.0f, 0.0f};
     const int row = first + 16 * at.warp + (at.lane() >> 2);
@@ -277,7 +277,7 @@ struct HeadGradient {
       if ((at.lane() & 3) != 0 || (i >= 64 * S::kBlocks) != tail || i >= head.length) continue;
       float d = total[half] == 0.0f ? 0.0f : products[half] / total[half];
       if (call.dlse != nullptr && total[half] != 0.0f) {
-        d -= call.dlse[head.numbers + i] * exp2_fast(c - call.lse[head.numbers + i] * kLog2E) * unit;
+        d -= call.dlse[head.row + i] * exp2_fast(c - call.lse[head.row + i] * kLog2E) * unit;
       }
       store_shared(at.base + S::kDeltas + 4 * i, d);
     }

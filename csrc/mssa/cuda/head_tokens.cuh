@@ -1,6 +1,7 @@
 // A head's tokens, for the kernels that keep all of them in shared memory: where they are, loading and storing them.
 #pragma once
 
+#include "head.cuh"
 #include "hopper_tile.cuh"
 
 namespace crate_kernels::mssa {
@@ -61,48 +62,16 @@ struct HeadPlace {
   CRATE_DEVICE int lane() const { return fresh(threadIdx.x) & 31; }
 };
 
-// A head of the call: where its tokens begin, and how many there are.
-struct HeadTokensOf {
-  int length, sequence;
-  int64_t numbers;  // before its first lse
-  int64_t start;    // packed: of its sequence
-  int head;
-
-  CRATE_DEVICE HeadTokensOf(const HeadCall& call, int index) {
-    sequence = index / call.nheads, head = index % call.nheads;
-    start = 0, length = call.seqlen;
-    numbers = static_cast<int64_t>(index) * call.seqlen;
-    if (call.cu_seqlens != nullptr) {
-      const int first = min(max(call.cu_seqlens[sequence], 0), call.total);
-      start = first;
-      length = min(max(min(call.cu_seqlens[sequence + 1], call.total) - first, 0), call.seqlen);
-      numbers = static_cast<int64_t>(head) * call.total + first;
-    }
-  }
-  // The head's first element.
-  CRATE_DEVICE int64_t before(const HeadCall& call, const HeadTokens& tokens) const {
-    const int64_t before = call.cu_seqlens != nullptr ? start * tokens.row : sequence * tokens.batch;
-    return before + head * tokens.head;
-  }
-  template <class T>
-  CRATE_DEVICE T* of(const HeadCall& call, const HeadTokens& tokens) const {
-    return static_cast<T*>(tokens.data) + before(call, tokens);
-  }
-  CRATE_DEVICE const uint8_t* keep(const HeadCall& call) const {
-    return call.keep == nullptr ? nullptr : call.keep + static_cast<int64_t>(sequence) * call.seqlen;
-  }
-};
-
 // Copies S::kRows tokens of a head from `first` on, or those that `keep` has, by S::kThreads threads; the others, rows
 // beyond the length and channels beyond head_dim are 0.
 template <class S, int UNROLL = 1>
-CRATE_DEVICE void load_tokens(const HeadCall& call, const HeadTokensOf& head, const HeadTokens& tokens, uint32_t to,
+CRATE_DEVICE void load_tokens(const HeadCall& call, const Head& head, const HeadTokens& tokens, uint32_t to,
                               const uint8_t* keep = nullptr, int first = 0, int id = fresh(threadIdx.x)) {
   using T = typename S::T;
   constexpr int kStep = S::kThreads / 8;
   static_assert(kStep % 8 == 0, "a thread's chunk has the same place in every row of its own");
   const int chunk = id & 7;
-  const T* from = head.of<const T>(call, tokens) + (first + (id >> 3)) * tokens.row + 8 * chunk;
+  const T* from = head.first<const T>(call, tokens) + (first + (id >> 3)) * tokens.row + 8 * chunk;
   to += chunk_at(id >> 3, chunk);
 #pragma unroll UNROLL
   for (int n = 0; n < (S::kRows + kStep - 1) / kStep; ++n) {

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(128) long_delta_kernel(const __grid_constant__
   using Tile = Copied<S, S::kTile, S::kPanel>;
   const int tiles = (call.seqlen + kLongTile - 1) / kLongTile, index = blockIdx.x / (2 * tiles);
   const int place = blockIdx.x % (2 * tiles), first = 64 * place;
-  const HeadTokensOf head(call, index);
+  const Head head(call, index);
   if (first >= head.length || call.left[index] != 0) return;
   const float shows = call.most[(static_cast<int64_t>(index) * tiles + place / 2) * kRangeNumbers + 3];
   if ((static_cast<int>(shows) >> place % 2 & 1) == 0) return;
@@ -76,9 +76,9 @@ __global__ void __launch_bounds__(128) long_delta_kernel(const __grid_constant__
     if ((lane & 3) != 0 || i >= head.length || total[half] == 0.0f) continue;
     float d = products[half] / total[half];
     if (call.dlse != nullptr) {
-      d -= call.dlse[head.numbers + i] * exp2_fast(of_head.x - call.lse[head.numbers + i] * kLog2E) / of_head.y;
+      d -= call.dlse[head.row + i] * exp2_fast(of_head.x - call.lse[head.row + i] * kLog2E) / of_head.y;
     }
-    call.numbers[head.numbers + i].x = d;
+    call.numbers[head.row + i].x = d;
   }
 }
 

@@ -18,10 +18,10 @@ __global__ void __launch_bounds__(kLongTile) long_measure_kernel(const __grid_co
   const int tiles = (call.seqlen + kLongTile - 1) / kLongTile;
   const int index = blockIdx.x / tiles, tile = blockIdx.x % tiles, id = threadIdx.x, chunk = id & 7;
   if (tile == 0 && id == 0) call.left[index] = 0;
-  const HeadTokensOf head(call, index);
+  const Head head(call, index);
   const int first = tile * kLongTile;
   if (first >= head.length) return;
-  const T* const w = head.of<const T>(call, call.w);
+  const T* const w = head.first<const T>(call, call.w);
   for (int row = id >> 3; row < kLongTile; row += kLongTile / 8) {
     float sum = 0.0f;
 #pragma unroll
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kLongTile) long_measure_kernel(const __grid_co
   if (lane == static_cast<int>(kWarp) - 1) of_warp[warp] = up_to;
   __syncthreads();
   for (int n = 0; n < warp; ++n) up_to = fmaxf(up_to, of_warp[n]);
-  if (row < head.length) call.numbers[head.numbers + row] = make_float2(norm, up_to);
+  if (row < head.length) call.numbers[head.row + row] = make_float2(norm, up_to);
   if (id == kLongTile - 1) call.most[static_cast<int64_t>(index) * tiles + tile] = up_to;
 }
 
@@ -88,7 +88,7 @@ struct LongOutput {
 
   CRATE_DEVICE int row(int half) const { return first + 16 * at.warp + (at.lane() >> 2) + 8 * half; }
 
-  CRATE_DEVICE void find_shifts(int index, const HeadTokensOf& head) {
+  CRATE_DEVICE void find_shifts(int index, const Head& head) {
     const int tiles = (call.seqlen + S::kTile - 1) / S::kTile;
     const int before = S::kCausal ? first / S::kTile : (head.length + S::kTile - 1) / S::kTile;
     float most = -INFINITY;
@@ -98,7 +98,7 @@ struct LongOutput {
     most = warp_max(most);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float2 own = call.numbers[head.numbers + min(row(half), head.length - 1)];
+      const float2 own = call.numbers[head.row + min(row(half), head.length - 1)];
       shift[half] = own.x + (S::kCausal ? fmaxf(most, own.y) : most) - ForwardRange<T>::kTop;
     }
   }
@@ -192,7 +192,7 @@ struct LongOutput {
   }
 
   // out of the rows, and their lse.
-  CRATE_DEVICE void finish(int index, const HeadTokensOf& head) {
+  CRATE_DEVICE void finish(int index, const Head& head) {
     const int lane = at.lane();
     float inverse[2];
 #pragma unroll
@@ -205,7 +205,7 @@ struct LongOutput {
       const int i = row(half);
       inverse[half] = any ? inverse_fast(rounded) : 0.0f;
       if ((lane & 3) == 0 && i < head.length) {
-        call.lse[head.numbers + i] = any ? (log2_fast(total) + shift[half]) * (1.0f / kLog2E) : -INFINITY;
+        call.lse[head.row + i] = any ? (log2_fast(total) + shift[half]) * (1.0f / kLog2E) : -INFINITY;
         const int keys = S::kCausal ? i + 1 : head.length;
         if (any && !in_range(rounded, keys)) atomicMax(call.left + index, S::kCausal ? head.length - i : head.length);
       }
@@ -213,7 +213,7 @@ struct LongOutput {
     const uint32_t staging = at.base + S::kStagingAt + (4 * at.group + at.warp) * S::kPanels * 16 * kRowBytes;
     stage_rows<T, S::kDim>(staging, acc, inverse[0], inverse[1], lane);
     __syncwarp();
-    store_rows<S>(call, head.of<T>(call, call.out), call.out.row, head.length, staging, first + 16 * at.warp, lane);
+    store_rows<S>(call, head.first<T>(call, call.out), call.out.row, head.length, staging, first + 16 * at.warp, lane);
   }
   // The more keys, the more errors of fp16's smallest weights.
   static CRATE_DEVICE bool in_range(float total, int keys) {
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(LongForwardShape<T, DIM, CAUSAL>::kThreads, 1)
   const int index = blockIdx.x / call.blocks, place = blockIdx.x % call.blocks;
   // Causal, the last rows have the most keys: their block starts first.
   const int rows = (CAUSAL ? call.blocks - 1 - place : place) * S::kRows;
-  const HeadTokensOf head(call, index);
+  const Head head(call, index);
   if (rows >= head.length) return;
   const int end = CAUSAL ? min(head.length, rows + S::kRows) : head.length, tiles = (end + S::kTile - 1) / S::kTile;
   const HeadPlace at = {shared_address(aligned_shared_memory()), warp_group(),

@@ -15,7 +15,16 @@ struct LongCall : HeadCall {
   float2* numbers;    // two of every token, as lse has one; the measuring kernels write them
   float2* of_head;    // (heads,): c, and what undoes the factor of g
   float* most;        // what is measured of each tile of 128 tokens
+  float* sums;        // fp32, of tiles of 64 rows, as fragments of products; null: none, long_pairs.cuh
   int32_t blocks;     // of rows, per head
+  int32_t sum_tiles;  // per head; packed, of all sequences
+
+  // The sums of a head's tile.
+  CRATE_DEVICE float* sums_of(const Head& of, int tile, int dim) const {
+    int64_t at = static_cast<int64_t>(cu_seqlens == nullptr ? of.counter : of.head) * sum_tiles + tile;
+    if (cu_seqlens != nullptr) at += of.start / 64 + of.sequence;  // a sequence may begin within a tile
+    return sums + at * (64 * dim);
+  }
 };
 
 // What load_tokens copies for a warp group: rows of the shape's tokens.

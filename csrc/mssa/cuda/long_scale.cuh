@@ -17,16 +17,16 @@ __global__ void __launch_bounds__(kLongTile) long_range_kernel(const __grid_cons
   const int tiles = (call.seqlen + kLongTile - 1) / kLongTile;
   const int index = blockIdx.x / tiles, tile = blockIdx.x % tiles, id = threadIdx.x, chunk = id & 7;
   if (tile == 0 && id == 0) call.left[index] = 0;
-  const HeadTokensOf head(call, index);
+  const Head head(call, index);
   const int first = tile * kLongTile;
   if (first >= head.length) return;
   float most = -INFINITY, least = INFINITY, most_g = 0.0f;
   if (first + id < head.length) {
-    const float lse = call.lse[head.numbers + first + id] * kLog2E;
+    const float lse = call.lse[head.row + first + id] * kLog2E;
     if (lse != -INFINITY) most = least = lse;
   }
   if constexpr (BackwardRange<T>::kHalf) {
-    const T* const g = head.of<const T>(call, call.g);
+    const T* const g = head.first<const T>(call, call.g);
     for (int row = first + (id >> 3); row < min(first + kLongTile, head.length); row += kLongTile / 8) {
       for (int channel = 8 * chunk; channel < call.head_dim; channel += 64) {
         const uint4 bits = *reinterpret_cast<const uint4*>(g + row * call.g.row + channel);
@@ -53,14 +53,14 @@ __global__ void __launch_bounds__(kLongTile) long_range_kernel(const __grid_cons
   to[0] = most, to[1] = least, to[2] = most_g;
 }
 
-// Writes g^ and d^ of every row, beside d^ whether it is a key, and c of its head. A head is left whose lse spreads too
-// far.
+// Writes g^ and d^ of every row, beside d^ whether it is a key, c of its head, and zeros as its sums. A head is left
+// whose lse spreads too far.
 template <class T, int DIM>
 __global__ void __launch_bounds__(kLongTile) long_scale_kernel(const __grid_constant__ LongCall call) {
   using R = BackwardRange<T>;
   const int tiles = (call.seqlen + kLongTile - 1) / kLongTile;
   const int index = blockIdx.x / tiles, tile = blockIdx.x % tiles, id = threadIdx.x, chunk = id & 7;
-  const HeadTokensOf head(call, index);
+  const Head head(call, index);
   const int first = tile * kLongTile;
   if (first >= head.length) return;
   float most = -INFINITY, least = INFINITY, most_g = 0.0f;
@@ -78,15 +78,19 @@ __global__ void __launch_bounds__(kLongTile) long_scale_kernel(const __grid_cons
     return;
   }
   if (tile == 0 && id == 0) call.of_head[index] = make_float2(c, 1.0f / unit);
-  const T* const w = head.of<const T>(call, call.w);
-  const T* const g = head.of<const T>(call, call.g);
-  const T* const out = head.of<const T>(call, call.out);
-  T* const scaled_g = head.of<T>(call, call.scaled);
+  for (int half = first / 64; call.sums != nullptr && half < first / 64 + 2 && 64 * half < head.length; ++half) {
+    float4* const sums = reinterpret_cast<float4*>(call.sums_of(head, half, DIM));
+    for (int i = id; i < 16 * DIM; i += kLongTile) sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  const T* const w = head.first<const T>(call, call.w);
+  const T* const g = head.first<const T>(call, call.g);
+  const T* const out = head.first<const T>(call, call.out);
+  T* const scaled_g = head.first<T>(call, call.scaled);
   const uint8_t* const keep = head.keep(call);
   bool shows[2] = {false, false};
   for (int row = first + (id >> 3); row < first + kLongTile; row += kLongTile / 8) {
     const bool there = row < head.length;
-    const float lse = there ? call.lse[head.numbers + row] : -INFINITY;
+    const float lse = there ? call.lse[head.row + row] : -INFINITY;
     const float inverse = lse == -INFINITY ? 0.0f : exp2_fast(c - lse * kLog2E) * unit;
     const bool is_key = there && (keep == nullptr || keep[row]);
     ScaledRow<T> scaled;
@@ -104,8 +108,8 @@ __global__ void __launch_bounds__(kLongTile) long_scale_kernel(const __grid_cons
     const bool of_row = there && scaled.shows(call.scale, lse, is_key);
     shows[0] |= of_row && row < first + 64, shows[1] |= of_row && row >= first + 64;
     if (chunk == 0 && there) {
-      if (call.dlse != nullptr) scaled.delta -= call.dlse[head.numbers + row] * inverse;
-      call.numbers[head.numbers + row] = make_float2(scaled.delta, is_key ? 1.0f : 0.0f);
+      if (call.dlse != nullptr) scaled.delta -= call.dlse[head.row + row] * inverse;
+      call.numbers[head.row + row] = make_float2(scaled.delta, is_key ? 1.0f : 0.0f);
     }
   }
   const int upper = __syncthreads_count(shows[0]) != 0, lower = __syncthreads_count(shows[1]) != 0;

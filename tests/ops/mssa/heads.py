@@ -7,7 +7,7 @@ import torch
 
 from crate_kernels import mssa, testing
 from crate_kernels.ops.mssa.call import MSSACall
-from crate_kernels.ops.mssa.cuda import heads, long_rows
+from crate_kernels.ops.mssa.cuda import heads, long_pairs, long_rows
 from tests.ops.common import randn
 
 # Tokens are so short that no weight is much above others.
@@ -50,6 +50,7 @@ LONG_CASES = {
     "padded": (64, 385, {"kept": (385, 200, 0)}),
     "holes": (64, 300, {"kept": "holes"}),
     "40-channels": (40, 260, {}),
+    "32-channels": (32, 290, {"kept": (290, 130)}),
     "128-channels": (128, 333, {"lse": True}),
     "128-channels-many-tiles": (128, 650, {"drawn": "short"}),
     "72-channels": (72, 270, {"kept": (270, 130)}),
@@ -171,3 +172,9 @@ class LongRows(Heads):
     """The same of long rows."""
 
     kernels, cases, batch = long_rows, LONG_CASES, 1
+
+
+class LongPairs(LongRows):
+    """The same of their backward by pairs."""
+
+    kernels = long_pairs

@@ -6,7 +6,7 @@ _LOADED = "      const bool there = row < head.length && 64 * panel + 8 * chunk 
 _TAIL = f"        {_FENCE}        {_BARRIER}        if (mine)"
 _WAIT_A = "    wgmma_wait<0>();\n    pin(t);\n"
 _START = "    float (&s)[COLUMNS / 2] = sums.s, (&t)[COLUMNS / 2] = sums.t;\n    wgmma_fence();\n"
-_OFFSET = "    const int64_t before = call.cu_seqlens != nullptr ? start * tokens.row : sequence * tokens.batch;"
+_OFFSET = "    return (call.cu_seqlens != nullptr ? start * rows.row : sequence * rows.batch)"
 
 # Of csrc/mssa/cuda/head_gradient.cuh and head_backward.cuh.
 BROKEN = {
@@ -20,8 +20,8 @@ BROKEN = {
     ),
     "no-wait-for-a-head": (f"    copy_async_wait<0>();\n    {_BARRIER}", f"    {_BARRIER}", "197-tokens"),
     "no-syncwarp": (
-        "      __syncwarp();\n      const HeadTokensOf own_head",
-        "      const HeadTokensOf own_head",
+        "      __syncwarp();\n      const Head own_head",
+        "      const Head own_head",
         "197-tokens",
     ),
     "no-wait-for-a": (_WAIT_A, "", "197-tokens"),
@@ -34,7 +34,7 @@ BROKEN = {
     "columns-not-kept": ("        weigh_columns<COLUMN, kWidth, kSide>(columns, behind);\n", "", "holes"),
     "keys-not-masked": ("kKept = S::kMasked ? 2 * S::kTokens : 0;", "kKept = 0;", "padded"),
     "no-lse": ("      if (call.dlse != nullptr && there) scaled.delta -=", "      if (false) scaled.delta -=", "lse"),
-    "no-start": (_OFFSET, _OFFSET.replace("start * tokens.row", "0"), "packed"),
+    "no-start": (_OFFSET, _OFFSET.replace("start * rows.row", "0 * rows.row"), "packed"),
     "channels-beyond": (_LOADED, _LOADED.replace(" && 64 * panel + 8 * chunk < call.head_dim", ""), "40-channels"),
     "rows-beyond": (_LOADED, _LOADED.replace("row < head.length && ", ""), "packed"),
     "one-panel": (
@@ -115,7 +115,7 @@ BROKEN_FORWARD = {
     ),
     "transposed-chunks": ("chunk = 2 * at.warp + (lane >> 3 & 1)", "chunk = 2 * at.warp", "197-tokens"),
     "lse-of-rounded-weights": ("output.lse_of(exact, output.shift", "output.lse_of(total, output.shift", "197-tokens"),
-    "no-sequence": ("const uint64_t out = head.before(call, call.out)", "const uint64_t out = 0", "packed"),
+    "no-sequence": ("const uint64_t out = head.offset(call, call.out)", "const uint64_t out = 0", "packed"),
 }
 
 _FILLED = "      copy_async_wait<S::kAhead>();\n      fence_async_shared();\n      __syncwarp();\n"

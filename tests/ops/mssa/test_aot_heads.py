@@ -7,7 +7,7 @@ from itertools import groupby, pairwise
 
 import pytest
 
-from crate_kernels.ops.mssa.cuda import heads, long_rows
+from crate_kernels.ops.mssa.cuda import heads, long_pairs, long_rows
 from tests.cuda import compilers, resources
 from tests.tools.aot import harness
 
@@ -36,6 +36,13 @@ LONG_BACKWARD = {
     "backward_kernel<bf16, 64, true>": (2424, 56),
     "backward_kernel<bf16, 128, false>": (1800, 64),
     "backward_kernel<bf16, 128, true>": (2768, 88),
+}
+# Of the backward by pairs, by whether a pair has both directions.
+LONG_PAIRS = {
+    "pairs_kernel<bf16, 64, true>": (1973, 72),
+    "pairs_kernel<bf16, 64, false>": (1740, 48),
+    "pairs_kernel<bf16, 128, true>": (2258, 96),
+    "pairs_kernel<bf16, 128, false>": (1894, 64),
 }
 
 
@@ -90,3 +97,11 @@ def test_the_powers_of_their_backward_do_too(name):
     walks = 2 if name.endswith("true>") else 1
     order = kinds_of(name, long_rows._BACKWARD_HEADER, LONG_BACKWARD[name], 64 * walks)
     assert order == [*(PRODUCT, WAIT, POWER, WAIT) * 2, PRODUCT, WAIT] * walks
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", LONG_PAIRS)
+def test_the_powers_of_pairs_do_too(name):
+    """Beside every product of a tile: those for A, own rows' sums and those of the rows of the tile before."""
+    order = kinds_of(name, long_pairs._HEADER, LONG_PAIRS[name], 64)
+    assert order == [*(PRODUCT, WAIT), *(PRODUCT, POWER, WAIT), *(PRODUCT, WAIT, POWER, WAIT), PRODUCT, WAIT]

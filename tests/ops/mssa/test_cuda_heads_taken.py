@@ -12,7 +12,7 @@ from crate_kernels._triton import table, tune
 from crate_kernels._triton.table import LaunchRow
 from crate_kernels.cli.tune import judge
 from crate_kernels.ops.mssa import timed
-from crate_kernels.ops.mssa.cuda import heads, long_rows
+from crate_kernels.ops.mssa.cuda import heads, long_pairs, long_rows
 from crate_kernels.ops.mssa.cuda import tune as heads_tune
 from tests.ops import test_uncovered
 from tests.ops.mssa.heads import Heads, often
@@ -215,8 +215,9 @@ def test_tuning_times_them(causal, gradient, hopper, monkeypatch):
 def test_only_a_gpu_that_has_them_times_them(monkeypatch):
     assert heads_tune.workloads() == []
     monkeypatch.setattr(heads_tune.backends, "unavailable_reason", lambda *args: None)
-    for capability, count in ((80, 0), (90, 24), (100, 0)):
+    for capability, count in ((80, 0), (90, 32), (100, 0)):
         monkeypatch.setattr(heads_tune.launch, "gpu", lambda device, c=capability: SimpleNamespace(capability=c))
         every = heads_tune.workloads()
         assert len({str(one) for one in every}) == len(every) == count
-        assert all(one.table in (heads.FORWARD, heads.BACKWARD, long_rows.FORWARD, long_rows.BACKWARD) for one in every)
+        of = (heads.FORWARD, heads.BACKWARD, long_rows.FORWARD, long_rows.BACKWARD, long_pairs.BACKWARD)
+        assert all(one.table in of for one in every)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from crate_kernels.ops.mssa.call import MSSACall
-from crate_kernels.ops.mssa.cuda import long_rows
+from crate_kernels.ops.mssa.cuda import long_pairs, long_rows
 from tests.cuda import compilers, resources
 from tests.ops.mssa.heads import CAUSAL, LONG_CASES, LongRows, often, often_both_ways
 from tests.ops.mssa.heads_broken import BROKEN_LONG_FORWARD
@@ -149,6 +149,14 @@ REGISTERS = {
     "backward_kernel<bf16, 128, true>": 168,
     "backward_kernel<fp16, 64, true>": 128,
     "backward_kernel<fp16, 128, false>": 168,
+    "pairs_kernel<bf16, 64, true>": 168,
+    "pairs_kernel<bf16, 64, false>": 168,
+    "pairs_kernel<bf16, 128, true>": 168,
+    "pairs_kernel<bf16, 128, false>": 168,
+    "pairs_kernel<fp16, 128, true>": 168,
+    "pairs_kernel<fp16, 64, false>": 168,
+    "round_kernel<bf16, 64>": 36,
+    "round_kernel<fp16, 128>": 34,
 }
 EVERY_TIME = ("forward_kernel<bf16, 64, true>", "backward_kernel<bf16, 64, false>")
 
@@ -158,10 +166,10 @@ EVERY_TIME = ("forward_kernel<bf16, 64, true>", "backward_kernel<bf16, 64, false
 )
 def test_a_kernel_spills_nothing(name):
     compiler = compilers.needed()
-    of_forward = name.startswith(("measure", "forward"))
-    header = long_rows._FORWARD_HEADER if of_forward else long_rows._BACKWARD_HEADER
-    kernel = long_rows.Kernel(header, f"mssa::long_{name}")
-    assert kernel in long_rows.kernels()
+    of_pairs, of_forward = name.startswith(("pairs", "round")), name.startswith(("measure", "forward"))
+    of_rows = long_rows._FORWARD_HEADER if of_forward else long_rows._BACKWARD_HEADER
+    kernel = long_rows.Kernel(long_pairs._HEADER if of_pairs else of_rows, f"mssa::long_{name}")
+    assert kernel in [*long_rows.kernels(), *long_pairs.kernels()]
     ((found, used),) = ((one.name, one) for one in resources.compiled(compiler, kernel, 90)[1])
     assert name.partition("<")[2] in found
     assert used.spills == 0

@@ -52,8 +52,8 @@ void mbarrier_wait(uint32_t barrier, uint32_t parity);
 
 // `data` lands at `shared` and ends with so many bytes of the barrier.
 void load(uint32_t shared, std::vector<unsigned char> data, uint32_t barrier);
-// From shared memory to global: stored, or added as floats.
-void store(void* global, uint32_t shared, int bytes, bool adds);
+// From shared memory to global, added as floats.
+void add(float* global, uint32_t shared, int bytes);
 void store_commit();
 void store_wait(int groups);
 

@@ -40,13 +40,13 @@ void load(uint32_t shared, std::vector<unsigned char> data, uint32_t barrier) {
   state.landings.push_back({static_cast<int>(current->block->rank), shared, std::move(data), barrier});
 }
 
-void store(void* global, uint32_t shared, int bytes, bool adds) {
+void add(float* global, uint32_t shared, int bytes) {
   if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) {
     fail("bulk copies are of multiples of 16 bytes");
   }
   at(shared, bytes, 16);
   for (int n = 0; n < bytes; n += kGranule) check_visible(granule(shared + n), mine().clock);
-  mine().stores.push_back({static_cast<float*>(global), shared, bytes, adds, mine().clock});
+  mine().stores.push_back({global, shared, bytes, mine().clock});
 }
 
 void store_commit() {
@@ -65,11 +65,7 @@ void store_wait(int groups) {
         check_visible(g, s.issue);
         g.readers.push_back({me(), thread.clock.seen[me()]});
       }
-      if (s.adds) {
-        for (int n = 0; n < s.bytes / 4; ++n) s.global[n] += reinterpret_cast<const float*>(from)[n];
-      } else {
-        memcpy(s.global, from, s.bytes);
-      }
+      for (int n = 0; n < s.bytes / 4; ++n) s.global[n] += reinterpret_cast<const float*>(from)[n];
     }
   }
   step();

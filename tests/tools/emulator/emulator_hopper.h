@@ -154,6 +154,10 @@ inline void store_shared_4(uint32_t address, uint4 v) {
 inline void store_shared(uint32_t address, float v) {
   emulated::store_as(address, v);
 }
+inline void add_global_4(float* to, float x, float y, float z, float w) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 != 0) emulator::fail("four numbers begin at a multiple of 16 bytes");
+  to[0] += x, to[1] += y, to[2] += z, to[3] += w;
+}
 inline void copy_async_16(uint32_t shared, const void* global, bool present) {
   emulator::async::copy(shared, present ? global : nullptr, 16);
 }
@@ -237,11 +241,8 @@ inline void bulk_load(uint32_t shared, const void* global, int bytes, uint32_t b
   const auto* const from = static_cast<const unsigned char*>(global);
   emulator::async::load(shared, {from, from + bytes}, barrier);
 }
-inline void bulk_store(void* global, uint32_t shared, int bytes) {
-  emulator::async::store(global, shared, bytes, false);
-}
 inline void bulk_add(float* global, uint32_t shared, int bytes) {
-  emulator::async::store(global, shared, bytes, true);
+  emulator::async::add(global, shared, bytes);
 }
 inline void bulk_commit() {
   emulator::async::store_commit();

@@ -58,7 +58,6 @@ struct Store {
   float* global;
   uint32_t from;
   int bytes;
-  bool adds;
   Clock issue;
 };
 

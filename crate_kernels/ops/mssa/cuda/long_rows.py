@@ -40,11 +40,13 @@ class LongCall(hopper.HeadCall):
         ("numbers", POINTER),
         ("of_head", POINTER),
         ("most", POINTER),
+        ("sums", POINTER),
         ("blocks", ctypes.c_int32),
+        ("sum_tiles", ctypes.c_int32),
     )
 
 
-def _dim_of(w: Tensor) -> int:
+def dim_of(w: Tensor) -> int:
     """Return the channels of the kernel."""
     return 64 if w.shape[-1] <= 64 else 128
 
@@ -109,7 +111,7 @@ def forward(w: Tensor, call: MSSACall, out: Tensor, lse: Tensor) -> Tensor:
 
     ``lse`` is contiguous, and ``out`` has rows of whole packs of 16 bytes.
     """
-    dim, seqlen = _dim_of(w), hopper.seqlen_of(w, call)
+    dim, seqlen = dim_of(w), hopper.seqlen_of(w, call)
     parameters, left = hopper.parameters(LongCall, w, call, lse)
     tiles, groups = cdiv(seqlen, _TILE), _GROUPS[dim]
     parameters.out = hopper.tokens(out, call)
@@ -122,16 +124,14 @@ def forward(w: Tensor, call: MSSACall, out: Tensor, lse: Tensor) -> Tensor:
     return left
 
 
-def backward(
+def gradient(
     dout: Tensor, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: MSSACall, dw: Tensor
-) -> Tensor:
-    """Write the gradient of ``w`` to ``dw``, and return how many tokens of each head are left, all or none.
+) -> tuple[LongCall, Tensor]:
+    """Return what the kernels of a backward are given, and how many tokens of each head are left, all or none.
 
     ``lse`` and ``dlse`` are contiguous, and ``dw`` has rows of whole packs of 16 bytes.
     """
-    dim, seqlen = _dim_of(w), hopper.seqlen_of(w, call)
     parameters, left = hopper.parameters(LongCall, w, call, lse)
-    tiles, groups = cdiv(seqlen, _TILE), _GROUPS[dim]
     scaled = w.new_empty(*lse.shape, w.shape[-1])  # (batch, heads, rows, channels), packed (heads, rows, channels)
     parameters.g, parameters.out = hopper.tokens(dout, call), hopper.tokens(out, call)
     parameters.dw = hopper.tokens(dw, call)
@@ -139,14 +139,29 @@ def backward(
     parameters.dlse = dlse
     parameters.numbers = lse.new_empty(*lse.shape, 2)
     parameters.of_head = lse.new_empty(len(left), 2)
-    parameters.most = lse.new_empty(len(left), tiles, _RANGE_NUMBERS)
-    parameters.blocks = cdiv(seqlen, 64 * groups)
+    parameters.most = lse.new_empty(len(left), cdiv(parameters.seqlen, _TILE), _RANGE_NUMBERS)
+    return parameters, left
+
+
+def scale_gradients(parameters: LongCall, w: Tensor, call: MSSACall) -> None:
+    """Launch what writes g^, d^ and c, and finds which heads are left."""
+    dim, tiles = dim_of(w), parameters.heads * cdiv(parameters.seqlen, _TILE)
     for name in ("range", "scale"):
-        launch.run(_prepare_kernel(name, w.dtype, dim), Shape(len(left) * tiles, _TILE), [parameters], w.device)
+        launch.run(_prepare_kernel(name, w.dtype, dim), Shape(tiles, _TILE), [parameters], w.device)
     given = [parameters, ctypes.c_int32(call.causal)]
-    shape = Shape(2 * len(left) * tiles, 128, delta_shared_bytes(dim))
-    launch.run(_prepare_kernel("delta", w.dtype, dim), shape, given, w.device)
-    shape = Shape(len(left) * parameters.blocks, 128 * (groups + 1), backward_shared_bytes(dim))
+    launch.run(_prepare_kernel("delta", w.dtype, dim), Shape(2 * tiles, 128, delta_shared_bytes(dim)), given, w.device)
+
+
+def backward(
+    dout: Tensor, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: MSSACall, dw: Tensor
+) -> Tensor:
+    """Write the gradient of ``w`` to ``dw``, and return what is left, as ``gradient`` says."""
+    dim, groups = dim_of(w), _GROUPS[dim_of(w)]
+    parameters, left = gradient(dout, dlse, w, out, lse, call, dw)
+    parameters.blocks = cdiv(parameters.seqlen, 64 * groups)
+    scale_gradients(parameters, w, call)
+    shape = Shape(parameters.heads * parameters.blocks, 128 * (groups + 1), backward_shared_bytes(dim))
+    given = [parameters, ctypes.c_int32(call.causal)]
     launch.run(_backward_kernel(w.dtype, dim, call.causal or call.padded), shape, given, w.device)
     return left
 

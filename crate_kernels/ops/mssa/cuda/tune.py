@@ -11,7 +11,7 @@ from crate_kernels._cuda import launch
 from crate_kernels._triton.table import LaunchRow
 from crate_kernels._triton.tune import Workload
 from crate_kernels.ops.mssa import native, timed
-from crate_kernels.ops.mssa.cuda import heads, hopper, long_rows
+from crate_kernels.ops.mssa.cuda import heads, hopper, long_pairs, long_rows
 
 _IMAGE = 197  # tokens
 _LONG = ((1024, 1024), (4096, None))  # and the bucket of them
@@ -25,10 +25,12 @@ def workloads() -> list[Workload]:
     if launch.gpu(device).capability != hopper.CAPABILITY:
         return []
     found = []
-    every = [(heads, _IMAGE, 256), *((long_rows, *one) for one in _LONG)]
+    every = [(heads, _IMAGE, 256), *((long_rows, *one) for one in _LONG), *((long_pairs, *one) for one in _LONG)]
     for (kernels, seqlen, bucket), causal, head_dim in itertools.product(every, (False, True), (64, 128)):
         row = LaunchRow({}, head_dim, bucket, causal, half=True)
-        for table in (kernels.FORWARD, kernels.BACKWARD):
-            gradient = table is kernels.BACKWARD
-            found.append(Workload(table, row, timed.dense(native, seqlen, head_dim, causal, gradient)))
+        for direction in ("forward", "backward"):
+            table = getattr(kernels, direction.upper(), None)  # pairs have a backward alone
+            if table is not None:
+                make = timed.dense(native, seqlen, head_dim, causal, direction == "backward")
+                found.append(Workload(table, row, make))
     return found
