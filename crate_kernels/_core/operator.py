@@ -365,29 +365,30 @@ class _RefuseDoubleBackward(torch.autograd.Function):
     generate_vmap_rule = True  # torch.func.grad builds this graph too; jacrev maps over it
 
     @staticmethod
-    def forward(op: str, grad: Tensor, *sources: Tensor) -> Tensor:
+    def forward(message: str, grad: Tensor, *sources: Tensor) -> Tensor:
         return grad.view_as(grad)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        ctx.op = inputs[0]
+        ctx.message = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise NotImplementedError(
-            f"{ctx.op}: double backward is not supported by this backend; use backend='reference'"
-        )
+        raise NotImplementedError(ctx.message)
 
 
-def once_differentiable(op: str, grad: Tensor, *sources: Tensor | None) -> Tensor:
+def once_differentiable(
+    op: str, grad: Tensor, *sources: Tensor | None, where: str = "by this backend; use backend='reference'"
+) -> Tensor:
     """Return ``grad``; under ``create_graph=True``, refuse to differentiate the result again.
 
-    ``sources`` are the tensors that the gradient depends on. If none of them requires a gradient, autograd takes the
-    result for a constant and its derivative for zero.
+    ``where`` ends the message. ``sources`` are the tensors that the gradient depends on. If none of them requires a
+    gradient, autograd takes the result for a constant and its derivative for zero.
     """
     if not torch.is_grad_enabled():
         return grad
-    return _RefuseDoubleBackward.apply(op, grad, *(s for s in sources if s is not None))  # pyright: ignore
+    message = f"{op}: double backward is not supported {where}"
+    return _RefuseDoubleBackward.apply(message, grad, *(s for s in sources if s is not None))  # pyright: ignore
 
 
 def with_contiguous(body: Callable, *written: Tensor) -> Any:

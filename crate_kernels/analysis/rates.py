@@ -6,6 +6,8 @@ square the tokens and lose the identity beside large equal ones; R is never sing
 where singular values are equal or 0. Everything is float64. (On a device without it, move the tokens to the CPU
 first.)
 
+All compile as one graph, where tokens that are not finite give NaN in place of an error, and take ``vmap``.
+
 The papers write ``eps^2`` where the published code writes ``eps = 0.01``. The argument here is ``eps_squared``, the
 divisor in both. Its default, 0.01, is that of the published code, so that the numbers can be compared with the
 published figures (which also scale tokens to unit norm first); the papers' eps is then 0.1.
@@ -15,36 +17,19 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from crate_kernels._core import checks
 
+from ._classes import class_rate
+from ._factors import factors
 from ._inputs import distortion, features_and_labels, tokens_and_subspaces, trailing
-
-
-def _factors(op: str, name: str, w: Tensor, root: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the first rows of Q, which belong to w (..., seqlen, dim) or its transpose, its last rows, and R.
-
-    ``root`` is the square root of a, or one for each matrix, (..., 1, 1).
-    """
-    tall = w if w.shape[-2] >= w.shape[-1] else w.mT
-    if not bool(tall.isfinite().all()):
-        raise torch.linalg.LinAlgError(f"{op}: {name} must be finite")  # pyright: ignore[reportPrivateImportUsage]
-    identity = torch.eye(tall.shape[-1], dtype=w.dtype, device=w.device).expand(*tall.shape[:-2], -1, -1)
-    q, r = torch.linalg.qr(torch.cat([root * tall, identity], -2))
-    return q[..., : tall.shape[-2], :], q[..., tall.shape[-2] :, :], r
 
 
 def _rate(op: str, name: str, w: Tensor, eps_squared: float) -> Tensor:
     """Return 1/2 logdet(I + dim / (seqlen eps^2) w w^T) of float64 w (..., seqlen, dim)."""
     seqlen, dim = w.shape[-2:]
-    return _log_diagonal(op, name, w, math.sqrt(dim / (seqlen * eps_squared)))
-
-
-def _log_diagonal(op: str, name: str, w: Tensor, root: float | Tensor) -> Tensor:
-    """Return 1/2 logdet(I + root^2 w w^T)."""
-    *_, r = _factors(op, name, w, root)
+    *_, r = factors(op, name, w, math.sqrt(dim / (seqlen * eps_squared)))
     return r.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
 
 
@@ -163,7 +148,7 @@ def class_coding_rate(z: Tensor, labels: Tensor, *, eps_squared: float = 0.01) -
         torch.linalg.LinAlgError: z is not finite.
     """
     z, labels = features_and_labels("class_coding_rate", z, labels)
-    return _class_rate("class_coding_rate", z, labels, distortion("class_coding_rate", eps_squared))
+    return class_rate("class_coding_rate", z, labels, distortion("class_coding_rate", eps_squared))
 
 
 @checks.suggesting
@@ -189,19 +174,7 @@ def mcr2(z: Tensor, labels: Tensor, *, eps_squared: float = 0.01) -> Tensor:
     """
     z, labels = features_and_labels("mcr2", z, labels)
     eps_squared = distortion("mcr2", eps_squared)
-    return _rate("mcr2", "z", z, eps_squared) - _class_rate("mcr2", z, labels, eps_squared)
-
-
-def _class_rate(op: str, z: Tensor, labels: Tensor, eps_squared: float) -> Tensor:
-    """Return Rc of float64 z (samples, dim): classes are padded with rows of zeros, which have no rate."""
-    _, index, counts = labels.unique(return_inverse=True, return_counts=True)
-    order = index.argsort(stable=True)
-    first = (counts.cumsum(0) - counts)[index[order]]
-    place = torch.arange(len(z), device=z.device) - first
-    classes = z.new_zeros(len(counts), int(counts.max()), z.shape[1]).index_put((index[order], place), z[order])
-    sizes = counts.to(z.dtype)
-    roots = (z.shape[1] / (sizes * eps_squared)).sqrt()[:, None, None]
-    return (sizes / len(z) * _log_diagonal(op, "z", classes, roots)).sum()
+    return _rate("mcr2", "z", z, eps_squared) - class_rate("mcr2", z, labels, eps_squared)
 
 
 @checks.suggesting
@@ -227,7 +200,7 @@ def rate_gradient(z: Tensor, subspaces: Tensor, *, eps_squared: float = 0.01) ->
     w = z.unsqueeze(-3) @ subspaces
     seqlen, head_dim = w.shape[-2:]
     alpha = head_dim / (seqlen * distortion("rate_gradient", eps_squared))
-    tokens, identity, _ = _factors("rate_gradient", "z @ subspaces", w, math.sqrt(alpha))
+    tokens, identity, _ = factors("rate_gradient", "z @ subspaces", w, math.sqrt(alpha))
     # Q = [sqrt(a) w; I] R^-1, so that w (R^T R)^-1 is the product of its parts.
     solved = tokens @ identity.mT if seqlen >= head_dim else identity @ tokens.mT
     return math.sqrt(alpha) * (solved @ subspaces.mT).sum(-3)

@@ -104,6 +104,11 @@ class TiedISTA(nn.Module):
         options = {"step_size": self.step_size, "lambd": self.lambd, "steps": self.steps, "backend": self.backend}
         return ista_overcomplete(x, self.weight.T, **options)
 
+    def extra_repr(self) -> str:
+        """Return the arguments, for ``print``."""
+        hidden, dim = self.weight.shape
+        return f"{dim}, {hidden}, steps={self.steps}, step_size={self.step_size}, lambd={self.lambd}"
+
     def encode(self, x: Tensor) -> Tensor:
         """Return the code (..., hidden) of ``x`` (..., dim)."""
         checks.same_device("TiedISTA", "weight", self.weight, x, "x")  # accelerate fetches it for ``forward`` alone

@@ -32,6 +32,18 @@ def _terms(module: Any, owner: str, width: int, learned: Iterable[str], per_chan
             setattr(module, name, None if name == "bias" else number)
 
 
+def _describe(module: Any, sizes: str, **options: tuple[object, object]) -> str:
+    """Return a module's arguments for ``print``: sizes and numbers, and what is not its default."""
+    terms = {name: getattr(module, name) for name in _LEARNED}
+    learned = {name: value for name, value in terms.items() if isinstance(value, Tensor)}
+    options["learned"] = (tuple(learned), ())
+    options["per_channel"] = (any(value.dim() > 0 for value in learned.values()), False)
+    options["data_format"] = (module.data_format, _maps.LAST)
+    parts = [f"{name}={value}" for name, value in terms.items() if isinstance(value, float)]
+    parts += [f"{name}={value!r}" for name, (value, default) in options.items() if value != default]
+    return ", ".join([sizes, *parts])
+
+
 class ISTA(nn.Module):
     """Take one proximal step of sparse coding against a square dictionary.
 
@@ -117,6 +129,10 @@ class ISTA(nn.Module):
         options = {"step_size": self.step_size, "lambd": self.lambd, "bias": self.bias, "backend": self.backend}
         return ista(x, self.weight, nonnegative=self.prox == "nonnegative", **options)
 
+    def extra_repr(self) -> str:
+        """Return the arguments, for ``print``."""
+        return _describe(self, str(len(self.weight)), prox=(self.prox, "nonnegative"), alpha=(self.alpha, 1.0))
+
 
 class OvercompleteISTA(nn.Module):
     """Code a token in an overcomplete dictionary by a few proximal steps, then decode it.
@@ -189,3 +205,7 @@ class OvercompleteISTA(nn.Module):
             x, size = _maps.tokens_of("OvercompleteISTA", x, self.D.shape[0])
         options = {"step_size": self.step_size, "lambd": self.lambd, "bias": self.bias, "backend": self.backend}
         return _maps.map_of(ista_overcomplete(x, self.D, self.D1, steps=self.steps, **options), size)
+
+    def extra_repr(self) -> str:
+        """Return the arguments, for ``print``."""
+        return _describe(self, "{}, {}, {}".format(*self.D.shape, self.steps), tied=(self.D1 is None, False))

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.testing import assert_close
 
+from crate_kernels.models.crate_lm import TiedISTA
 from crate_kernels.nn import ISTA, MSSA, TSSA, CausalMSSA, CausalTSSA, OvercompleteISTA
 from tests.nn.test_nn import DIM, HEADS, built, tokens
 
@@ -145,3 +146,30 @@ def test_complex_tokens_are_refused_by_name(make):
     for module in (make().double(), make().to(torch.complex128)):
         with pytest.raises(ValueError, match=r"\w+: x must have a floating dtype, got torch.complex128"):
             module(x + 0j)
+
+
+PRINTED = (
+    "ISTA(4, step_size=0.1, lambd=0.1)",
+    "ISTA(4, step_size=0.1, lambd=0.5, prox='soft')",
+    "ISTA(4, step_size=0.1, lambd=0.1, prox='mm', alpha=2.0)",
+    "ISTA(4, step_size=0.1, learned=('lambd',))",
+    "ISTA(4, learned=('step_size', 'lambd', 'bias'), per_channel=True, data_format='channels_first')",
+    "OvercompleteISTA(4, 16, 2, step_size=0.1, lambd=0.1)",
+    "OvercompleteISTA(4, 8, 3, lambd=0.1, tied=True, learned=('step_size', 'bias'))",
+)
+
+
+@pytest.mark.parametrize("text", PRINTED)
+def test_a_module_prints_the_arguments_that_make_it(text):
+    module = eval(text, {"ISTA": ISTA, "OvercompleteISTA": OvercompleteISTA})
+    assert repr(module) == text
+
+
+def test_a_parametrized_number_prints_as_learned():
+    module = ISTA(4, learned=("step_size",), per_channel=True)
+    parametrize.register_parametrization(module, "step_size", nn.Softplus())
+    assert "(4, lambd=0.1, learned=('step_size',), per_channel=True" in repr(module).replace("\n  ", "")
+
+
+def test_a_tied_step_of_a_language_model_prints_its_numbers():
+    assert repr(TiedISTA(4, 16)).startswith("TiedISTA(\n  4, 16, steps=2, step_size=0.1, lambd=0.1\n  (code)")
