@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from crate_kernels._core import checks
 from crate_kernels.models._shared import fields, official, vision
-from crate_kernels.models._shared.base import PreNorm, ReferenceModel, run
+from crate_kernels.models._shared.base import PreNorm, ReferenceModel, path_rates, run
 from crate_kernels.models.crate import ISTALayer
 from crate_kernels.nn import ISTA, MSSA, _linear, _symbols
 
@@ -42,6 +42,8 @@ class CRATEMAEConfig:
         use_softmax: use a softmax in the decoder's attention; False uses the scores as weights.
         norm_eps: eps of the outer LayerNorms ``norm`` and ``decoder_norm``: 1e-6 in every published size, 1e-5 in a
             published class that was built without ``norm_layer``. Checkpoints do not contain it.
+        drop_path_rate: part of the images that skip an attention in training (stochastic depth): from 0 in the first
+            layer to this in the last, of the encoder and again of the decoder. What has no residual is never skipped.
         antialias: resize the positions to other images with antialiasing, as timm does; False is the published way.
         grad_checkpointing: recompute each layer in the backward instead of keeping its activations.
         backend: backend of the operators; None is the best available.
@@ -66,6 +68,7 @@ class CRATEMAEConfig:
     dropout: float = 0.0
     use_softmax: bool = True
     norm_eps: float = 1e-6
+    drop_path_rate: fields.Rate = 0.0
     antialias: bool = False
     grad_checkpointing: bool = False
     backend: str | None = None
@@ -128,12 +131,13 @@ class Dictionary(nn.Module):
 class DecoderBlock(nn.Module):
     """Inverse of a CRATE layer; ``layers.0`` is (PreNorm of the dictionary, PreNorm of attention)."""
 
-    def __init__(self, config: CRATEMAEConfig) -> None:
+    def __init__(self, config: CRATEMAEConfig, drop_path: float = 0.0) -> None:
         super().__init__()
         dim, heads = config.decoder_embed_dim, config.decoder_num_heads
         phi = "softmax" if config.use_softmax else "identity"
         attention = MSSA(dim, heads, dim // heads, config.dropout, phi=phi, backend=config.backend)
-        self.layers = nn.ModuleList([nn.ModuleList([PreNorm(dim, Dictionary(dim)), PreNorm(dim, attention)])])
+        halves = PreNorm(dim, Dictionary(dim)), PreNorm(dim, attention, drop_path=drop_path)
+        self.layers = nn.ModuleList([nn.ModuleList(halves)])
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the next tokens."""
@@ -199,10 +203,12 @@ class CRATEMAE(ReferenceModel):
         positions = vision.sincos_positions(dim, self.grid).to(torch.get_default_device())
         self.pos_embed = nn.Parameter(positions, requires_grad=False)
         self.decoder_pos_embed = nn.Parameter(positions.clone(), requires_grad=False)
-        self.blocks = nn.ModuleList(EncoderBlock(config) for _ in range(config.depth))
+        rates = path_rates(config.drop_path_rate, config.depth)
+        self.blocks = nn.ModuleList(EncoderBlock(config, rate) for rate in rates)
         self.norm = nn.LayerNorm(dim, config.norm_eps)
         self.decoder_embed = nn.Linear(dim, dim).requires_grad_(False)
-        self.decoder_blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.decoder_depth))
+        rates = path_rates(config.drop_path_rate, config.decoder_depth)
+        self.decoder_blocks = nn.ModuleList(DecoderBlock(config, rate) for rate in rates)
         self.decoder_norm = nn.LayerNorm(dim, config.norm_eps)
         self.decoder_pred = nn.Linear(dim, patch_dim)
         nn.init.normal_(self.cls_token, std=0.02)
