@@ -193,7 +193,6 @@ class CRATEMAE(ReferenceModel):
     def __init__(self, config: CRATEMAEConfig) -> None:
         super().__init__(config)
         dim = config.embed_dim
-        self.grid = vision.grid("CRATEMAE", config.img_size, config.patch_size, "img_size")
         self.patch_size = vision.pair("CRATEMAE", "patch_size", config.patch_size)
         patch_dim = config.in_chans * self.patch_size[0] * self.patch_size[1]
         projection = nn.Conv2d(config.in_chans, dim, self.patch_size, self.patch_size)
@@ -214,6 +213,26 @@ class CRATEMAE(ReferenceModel):
         nn.init.normal_(self.cls_token, std=0.02)
         nn.init.normal_(self.mask_token, std=0.02)
         initialise(self)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Number of patches of an image of the config's size, (down, across)."""
+        return vision.grid("CRATEMAE", self.config.img_size, self.config.patch_size, "img_size")
+
+    def set_input_size(self, img_size: vision.Size | None = None, patch_size: vision.Size | None = None) -> None:
+        """Change the size of the images; the config follows, and both fixed positions are resized to it.
+
+        Images of any size of whole patches are taken before and after: their positions are resized at each call.
+
+        Args:
+            img_size: an int or (height, width), in pixels; unchanged by default.
+            patch_size: must be that of the model, since the stem is not resized.
+
+        Raises:
+            ValueError: a size that is not of whole patches.
+            NotImplementedError: another ``patch_size``.
+        """
+        vision.set_input_size(self, "img_size", img_size, patch_size, "pos_embed", "decoder_pos_embed")
 
     def patchify(self, imgs: Tensor) -> Tensor:
         """Cut (batch, channels, height, width) into (batch, patches, ph * pw * channels), channel last."""

@@ -35,7 +35,8 @@ class ToSTConfig:
     Attributes:
         embed_dim, depth, num_heads: width, blocks and subspaces.
         img_size: an int or (height, width); inputs may have any size of whole patches, since positions are computed.
-        patch_size: 8 or 16: the stem halves the image three or four times.
+        patch_size: 8 or 16, an int or (height, width): the stem halves the image three or four times. Where one side is
+            halved three times and the other four, the first convolution halves the other alone.
         in_chans: channels of the image.
         num_classes: outputs of the head; 0 for none: the model returns the last layer's input.
         mlp_ratio: hidden width of the MLPs over ``embed_dim``.
@@ -60,7 +61,7 @@ class ToSTConfig:
     depth: int = 12
     num_heads: int = 12
     img_size: vision.Size = 224
-    patch_size: int = 16
+    patch_size: vision.Size = 16
     in_chans: int = 3
     num_classes: fields.Count = 1000
     mlp_ratio: float = 4.0
@@ -81,11 +82,12 @@ class ToSTConfig:
     def __post_init__(self) -> None:
         fields.check_types("ToST", self)
         vision.grid("ToST", self.img_size, self.patch_size, "img_size")
-        if self.patch_size not in (8, 16):
+        patch = vision.pair("ToST", "patch_size", self.patch_size)
+        if not {8, 16}.issuperset(patch):
             raise ValueError(f"ToST: patch_size must be 8 or 16, got {self.patch_size}")
         check_head("ToST", self)
-        if self.embed_dim % self.num_heads or self.embed_dim % (self.patch_size // 2):
-            wanted = f"num_heads = {self.num_heads} and of {self.patch_size // 2} (the stem)"
+        if self.embed_dim % self.num_heads or self.embed_dim % (max(patch) // 2):
+            wanted = f"num_heads = {self.num_heads} and of {max(patch) // 2} (the stem)"
             raise ValueError(f"ToST: embed_dim must be a multiple of {wanted}, got {self.embed_dim}")
 
 
@@ -111,11 +113,13 @@ class ConvPatchEmbed(nn.Module):
 
     def __init__(self, config: ToSTConfig) -> None:
         super().__init__()
-        halvings = 4 if config.patch_size == 16 else 3
+        patch = vision.pair("ToST", "patch_size", config.patch_size)
+        halvings = 4 if max(patch) == 16 else 3
         widths = [config.in_chans, *(config.embed_dim >> left for left in reversed(range(halvings)))]
         parts: list[nn.Module] = []
-        for before, after in itertools.pairwise(widths):
-            convolution = nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False)
+        for index, (before, after) in enumerate(itertools.pairwise(widths)):
+            stride = (2, 2) if index else (2 * patch[0] // max(patch), 2 * patch[1] // max(patch))
+            convolution = nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False)
             parts += [nn.Sequential(convolution, nn.SyncBatchNorm(after)), nn.GELU()]
         self.proj = nn.Sequential(*parts[:-1])
 
@@ -314,8 +318,7 @@ class ToST(Classifier):
 
     def _embed(self, img: Tensor, resize: bool = False) -> Tensor:
         """Return the patch tokens (batch, patches, embed_dim) that enter the first block."""
-        size = self.config.patch_size
-        vision.check_images("ToST", img, self.config.in_chans, (size, size))
+        vision.check_images("ToST", img, self.config.in_chans, self._patch_size())
         x = self.patch_embed(img)
         if self.config.use_pos:
             x = x + self.pos_embeder(x)

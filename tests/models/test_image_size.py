@@ -12,6 +12,7 @@ from tests.models.families import build, drawn, inputs
 
 LEARNED = ("crate", "crate_alpha", "aot_vision")
 FAMILIES = (*LEARNED, "crate_mae_encoder", "tost")
+EVERY = (*FAMILIES, "crate_mae")
 PLACES = {"crate_mae_encoder": "pos_embed"}
 GRIDS = {"aot_vision": (2, 2)}
 
@@ -139,7 +140,7 @@ def test_a_saved_model_is_of_the_size_that_was_set(family, tmp_path):
     assert again.grid == model.grid
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_bad_sizes(family):
     model = build(family)
     with pytest.raises(NotImplementedError, match=r"patch_size must be unchanged, .*, got 6"):
@@ -149,11 +150,60 @@ def test_bad_sizes(family):
     assert model.config == build(family).config
 
 
-@pytest.mark.parametrize("family", LEARNED)
-def test_images_and_patches_that_are_not_square(family):
-    model = build(family, image_size=(6, 20), patch_size=(3, 5)).eval()
-    assert model.grid == (2, 4)
-    assert model(torch.ones(1, 3, 6, 20)).shape == (1, 5)
+def sized(family, size, patch):
+    """A model of images and patches of these sizes, and its function from images."""
+    field = "image_size" if family in LEARNED else "img_size"
+    model = drawn(build(family, **{field: size, "patch_size": patch})).eval()
+    return model, (lambda img: model(img, mask_ratio=0)[1]) if family == "crate_mae" else model
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_images_and_patches_that_are_not_square(family, tmp_path):
+    ph, pw = (16, 8) if family == "tost" else (3, 5)
+    for patch in ((ph, pw), (pw, ph)):
+        size, grid = (2 * patch[0], 4 * patch[1]), (2, 4)
+        model, call = sized(family, size, patch)
+        assert model.grid == grid
+        img = torch.randn(2, 3, *size)
+        out = call(img)
+        assert out.shape == ((2, 8, 3 * ph * pw) if family == "crate_mae" else (2, 5))
+        if family != "crate_mae":
+            assert model.forward_intermediates(img, intermediates_only=True)[0].shape == (2, 24, *grid)
+        with pytest.raises(ValueError, match=rf"img must be .* in patches of {patch[0]}x{patch[1]}, got"):
+            call(img[..., 1:])
+        model.save_pretrained(tmp_path)
+        again = models.from_pretrained(tmp_path).eval()
+        assert torch.equal(again.state_dict()["cls_token"], model.state_dict()["cls_token"])
+        assert again.grid == grid
+        model.set_input_size((3 * patch[0], 2 * patch[1]), patch)
+        assert model.grid == (3, 2)
+        assert call(torch.randn(2, 3, 3 * patch[0], 2 * patch[1])).isfinite().all()
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_a_pair_of_equal_sides_is_an_int(family):
+    side = 16 if family == "tost" else 4
+    (square, call), (pairs, other) = (sized(family, *s) for s in ((2 * side, side), ([2 * side] * 2, (side, side))))
+    img = torch.randn(2, 3, 2 * side, 2 * side)
+    assert pairs.grid == square.grid == (2, 2)
+    assert torch.equal(other(img), call(img))
+
+
+def test_an_autoencoder_keeps_the_size_that_was_set(tmp_path):
+    """Both positions are resized; the call resized them for itself before."""
+    (img, (rows, columns)), (model, call) = larger("crate_mae"), sized("crate_mae", (8, 12), (2, 4))
+    before, old = model.forward_encoder(img), (model.pos_embed, model.decoder_pos_embed)
+    model.set_input_size(tuple(img.shape[2:]))
+    assert model.grid == (rows, columns)
+    for found, each in zip((model.pos_embed, model.decoder_pos_embed), old, strict=True):
+        assert_close(found, interpolated(each, (4, 3), (rows, columns), False))
+        assert not found.requires_grad
+    assert_close(model.forward_encoder(img), before)
+    assert model.unpatchify(call(img)).shape == img.shape
+    model.save_pretrained(tmp_path)
+    assert torch.equal(models.from_pretrained(tmp_path).eval().forward_encoder(img), model.forward_encoder(img))
+    whole = models.from_official("crate_mae_encoder", model.state_dict(), vars(model.config))
+    assert_close(whole.eval().forward_features(img), model.forward_features(img))
 
 
 def test_a_compiled_model_takes_other_sizes():

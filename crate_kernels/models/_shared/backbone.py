@@ -220,20 +220,7 @@ class Classifier(ReferenceModel):
             ValueError: a size that is not of whole patches.
             NotImplementedError: another ``patch_size``.
         """
-        if patch_size is not None and vision.pair(self._name, "patch_size", patch_size) != self._patch_size():
-            raise NotImplementedError(
-                f"{self._name}: patch_size must be unchanged, {self._patch_size()}, got {patch_size}: "
-                "the weights of the stem are of one size"
-            )
-        if img_size is None:
-            return
-        old, name = self.grid, self.layout.positions
-        self.config = replace(self.config, **{self.layout.img_size: img_size})
-        if name and self.grid != old:
-            positions: Any = getattr(self, name)
-            resized = vision.resize_positions(positions.detach(), old, self.grid, self.config.antialias)
-            learned = isinstance(positions, nn.Parameter)
-            setattr(self, name, nn.Parameter(resized, positions.requires_grad) if learned else resized)
+        vision.set_input_size(self, self.layout.img_size, img_size, patch_size, self.layout.positions)
 
     def get_last_selfattention(self, img: Tensor, layer: int | None = None) -> Tensor:
         """Return the attention weights (batch, heads, tokens, tokens) of a layer, counted from 0; the last by default.

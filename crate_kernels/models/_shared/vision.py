@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +77,25 @@ def positions_for(
     ph, pw = pair(owner, "patch_size", patch_size)
     old = grid(owner, image_size, (ph, pw))
     return resize_positions(positions, old, (img.shape[2] // ph, img.shape[3] // pw), antialias)
+
+
+def set_input_size(model: Any, field: str, img_size: Size | None, patch_size: Size | None, *names: str) -> None:
+    """Change the image size of a model's config, which calls it ``field``, and resize the positions of these names."""
+    name, patch = model._name, pair(model._name, "patch_size", model.config.patch_size)
+    if patch_size is not None and pair(name, "patch_size", patch_size) != patch:
+        raise NotImplementedError(
+            f"{name}: patch_size must be unchanged, {patch}, got {patch_size}: the weights of the stem are of one size"
+        )
+    if img_size is None:
+        return
+    old = model.grid
+    model.config = replace(model.config, **{field: img_size})
+    for place in names if model.grid != old else ():
+        if place:
+            positions = getattr(model, place)
+            resized = resize_positions(positions.detach(), old, model.grid, model.config.antialias)
+            learned = isinstance(positions, nn.Parameter)
+            setattr(model, place, nn.Parameter(resized, positions.requires_grad) if learned else resized)
 
 
 def patchify(img: Tensor, patch_size: tuple[int, int]) -> Tensor:
