@@ -9,7 +9,8 @@ import functools
 import math
 import struct
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,6 +50,21 @@ def gpu_name(device: torch.device) -> str:
 def guard(device: torch.device) -> AbstractContextManager:
     """Make ``device`` current: Triton launches on the current device's current stream."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def scratch(device: torch.device) -> Iterator[None]:
+    """Give the launches in this context the memory that Triton asks for, such as that of tensor descriptors."""
+    if device.type != "cuda":
+        yield
+        return
+    from triton.runtime._allocation import _allocator  # Triton sets it, but does not put back what there was
+
+    token = _allocator.set(lambda size, alignment, stream: torch.empty(size, dtype=torch.uint8, device=device))
+    try:
+        yield
+    finally:
+        _allocator.reset(token)
 
 
 def run(kernel: Any, programs: int, /, **arguments: Any) -> None:
@@ -92,8 +108,8 @@ def describe(kernel: Any, programs: int, compiled: Any, arguments: dict[str, Any
     meta = compiled.metadata
     if meta.target.backend != "cuda":
         raise launches.Unplannable(f"a kernel for {meta.target.backend}")
-    if meta.global_scratch_size or meta.profile_scratch_size:
-        raise launches.Unplannable("a kernel with scratch memory of its own")
+    if meta.profile_scratch_size:
+        raise launches.Unplannable("a kernel with a profiler's memory")
     if not arguments.keys() >= set(kernel.arg_names):
         raise launches.Unplannable("an argument that is left to its default")
     compiled._init_handles()
@@ -101,6 +117,11 @@ def describe(kernel: Any, programs: int, compiled: Any, arguments: dict[str, Any
     values = [arguments[name] for name in kernel.arg_names]
     for kind, value in zip(compiled.src.signature.values(), values, strict=True):
         _describe(kind, value, parameters)
+    own = None
+    if meta.global_scratch_size:  # an allocation that the recorder sees
+        size = programs * meta.num_ctas * meta.global_scratch_size
+        device = next(value.device for value in values if isinstance(value, torch.Tensor))
+        own = torch.empty(size, dtype=torch.uint8, device=device)
     return launches.Launch(
         function=compiled.function,
         grid=(programs, 1, 1),
@@ -109,7 +130,7 @@ def describe(kernel: Any, programs: int, compiled: Any, arguments: dict[str, Any
         ctas=meta.num_ctas,
         cooperative=bool(meta.launch_cooperative_grid),
         serialized=bool(meta.launch_pdl),
-        parameters=[*parameters, None, None],  # scratch memory: global, and a profiler's
+        parameters=[*parameters, own, None],  # scratch memory: the kernel's, and a profiler's
         owner=compiled,
     )
 

@@ -121,8 +121,8 @@ def _find(table: Table, key: str, gpu: str, head_dim: int, seqlen: int, causal: 
 
 
 def _entries(row: LaunchRow) -> set[str]:
-    """Return the names in a row's configuration, without what any launch may have."""
-    return row.config.keys() - {"maxnreg"}
+    """Return the names in a row's configuration, without what it may have or lack."""
+    return row.config.keys() - {"maxnreg", "PERSISTENT"}
 
 
 def bucket(seqlen: int) -> int:

@@ -1,8 +1,8 @@
 """The first minutes on a GPU: ``python -m tests.gpu.smoke --out FOLDER --seconds S --workers N``.
 
-Items: the machine; every form of every operator once in bf16 against float64, on each kernel backend; calls for which
-None takes what was timed to be the fastest; generation by a captured step; the kernels of sm_90a; the assembler's
-warnings (C75xx) of the main Triton kernels; and, where compute-sanitizer is, small calls under it.
+Items: the machine; every form of every operator once in bf16 against float64, on each kernel backend; generation by a
+captured step; persistent products; calls for which None takes what was timed to be the fastest; the kernels of sm_90a;
+the assembler's warnings (C75xx) of the main Triton kernels; and, where compute-sanitizer is, small calls under it.
 """
 
 import argparse
@@ -37,6 +37,11 @@ CLUSTERS = {
 }
 TEXTS = ("crate_lm_base", "tost_lm_base", "aot_lm_mssa_base", "gpt2_base")  # a model of each cache
 TOOLS = ("memcheck", "racecheck", "synccheck")  # of compute-sanitizer
+STREAMS = {  # steps of ista by persistent programs
+    "relu": ("ista", (2, 1000, 384), {}),
+    "soft": ("ista", (1, 777, 768), {"nonnegative": False}),
+    "overcomplete": ("ista_overcomplete", (1, 777, 192, 768), {}),
+}
 QUERY = "name,driver_version,memory.total,clocks.max.sm,power.limit"
 
 
@@ -130,6 +135,19 @@ def generation(name, device="cuda"):
     return {"tokens": 60 * len(prompts)}
 
 
+def stream(name, device="cuda"):
+    """Hold a step whose products are those of persistent programs, which no table takes, to the error budget."""
+    if device == "cuda" and launch.arch(torch.device(device)) not in ("sm_90", "sm_100"):
+        raise Skipped("persistent products are for sm_90 and sm_100")
+    from crate_kernels._triton.table import forced
+    from crate_kernels.ops.ista.triton import tables
+
+    op, shape, options = STREAMS[name]
+    with forced(tables.PRODUCT, tables.STREAM):
+        dtype = torch.bfloat16 if device == "cuda" else torch.float16
+        return check(testing.Case(op, f"stream-{name}", shape, options), "triton", dtype, device)
+
+
 def warnings(family):
     """Return the assembler's warnings about a family's products on this GPU's architecture, and its spills."""
     from tests.tools.aot import report
@@ -176,6 +194,7 @@ def items(dry_run):
         for backend in BACKENDS:
             found[f"{backend} {case}"] = lambda case=case, backend=backend: check(case, backend, torch.bfloat16, "cuda")
     found |= {f"generation {name}": partial(generation, name) for name in TEXTS}
+    found |= {f"stream {name}": partial(stream, name) for name in STREAMS}
     found |= {
         f"none {case}": lambda case=case, dtype=dtype: check(case, None, dtype, "cuda") for case, dtype in classes()
     }

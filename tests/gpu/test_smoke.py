@@ -21,6 +21,7 @@ def test_the_smoke_test_has_every_operator_backend_and_kind_of_item():
         "triton",
         "cpp",
         "generation",
+        "stream",
         "heads",
         "rows",
         "pairs",
@@ -59,6 +60,12 @@ def test_generation_by_a_captured_step_is_held_to_called_ones(monkeypatch):
     monkeypatch.setattr(graphs.Graph, "replay", lambda graph: None)
     with pytest.raises(AssertionError, match="replayed tokens differ"):
         smoke.generation("crate_lm_base", "cpu")
+
+
+def test_persistent_products_are_held_to_float64_where_a_gpu_has_them(monkeypatch):
+    monkeypatch.setattr(smoke.launch, "arch", lambda device: "sm_80")
+    with pytest.raises(smoke.Skipped, match="persistent products are for sm_90 and sm_100"):
+        smoke.stream("relu")
 
 
 def test_a_smoke_item_that_fails_stops_nothing(tmp_path, monkeypatch):

@@ -214,8 +214,8 @@ def test_workloads_are_rows_of_the_tables(op):
     workloads = import_module(f"crate_kernels.ops.{op}.triton.tune").workloads()
     assert {w.table for w in workloads} == set(tables)
     for workload in workloads:
-        keys = set(workload.table.rows["sm_90"][0].config)
-        assert all(set(candidate) == keys for candidate in workload.table.candidates)
+        keys = _table._entries(workload.table.rows["sm_90"][0])
+        assert all(_table._entries(LaunchRow(candidate)) == keys for candidate in workload.table.candidates)
         # A length that is no power of two would stand for shorter ones than its own.
         assert workload.row.seqlen in (None, _table.bucket(workload.row.seqlen or 1))
     assert len({str(w) for w in workloads}) == len(workloads)

@@ -1,11 +1,15 @@
 """Every kind of kernel of ista compiles for every kind of GPU, within its budget; Hopper's has its own products."""
 
 import pytest
+import torch
 
 from tests.tools.aot import harness
 
 harness.needs_compiler()
 
+from crate_kernels._triton.table import forced  # noqa: E402
+from crate_kernels.ops.ista.triton import tables  # noqa: E402
+from crate_kernels.ops.ista.triton.product import Epilogue, product  # noqa: E402
 from tests.cuda import compilers, resources  # noqa: E402
 from tests.ops.ista.aot import HALF, SINGLE, step  # noqa: E402  # only where Triton compiles
 from tests.tools.aot import wide  # noqa: E402
@@ -40,6 +44,35 @@ def test_products_of_float32_and_of_long_sums_are_the_librarys():
         assert {launch.function.__name__ for launch in harness.launches(call, "sm_90")} == {"_ista_update_kernel"}
     many = {launch.function.__name__ for launch in harness.launches(step(12608, 4096), "sm_90")}
     assert many == {"_ista_product_kernel", "_ista_update_kernel"}
+
+
+# form of a product: whether its matrix is transposed, and the threshold.
+STREAMS = {"forward": (False, 0.1), "backward": (True, None)}
+
+
+@pytest.mark.parametrize("target", ["sm_90", pytest.param("sm_100", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("transposed", "threshold"), STREAMS.values(), ids=STREAMS)
+def test_two_programs_of_the_stream_are_on_a_multiprocessor(transposed, threshold, target):
+    """Tiles come and go by the memory accelerator alone, in two halves; every sum is of the tensor cores."""
+    tokens, matrix = (torch.empty(rows, 768, dtype=HALF, device="meta") for rows in (12608, 768))
+
+    def call():
+        product(tokens, matrix.t() if transposed else matrix, Epilogue(0.1, tokens, threshold=threshold))
+
+    with forced(tables.PRODUCT, tables.STREAM):
+        (launch,) = harness.launches(call, target)
+    kernel = harness.compile_launch(launch, target)
+    assert (kernel.name, kernel.stack) == ("_ista_stream_kernel", 0)
+    assert 2 * kernel.shared <= harness.SHARED_LIMIT[target]
+    assert 2 * 128 * kernel.registers <= 65536
+    functions = harness.disassembled(harness.assemble(launch, target).compiled.asm["cubin"])
+    (function,) = (each for each in functions if each.name == kernel.name)
+    opcodes = [one.name for one in function.instructions]
+    moved = {name: opcodes.count(name) for name in ("UTMASTG", "LDG", "STG")}
+    assert moved == {"UTMASTG": 2, "LDG": 0, "STG": 0}
+    assert "UTMALDG" in opcodes
+    assert opcodes.count("HGMMA" if target == "sm_90" else "UTCHMMA") == 8
+    assert len(opcodes) < 1800  # 1240 to 1690 when it was written, by Triton 3.6 and 3.7
 
 
 UPDATES = {

@@ -8,12 +8,13 @@ way     launches passes over tensors of the tokens' size
 fused   1        reads ``left``, ``base``, ``gated`` and ``gate``, once each; writes the result
 library 2        the same, and the product is written and read once more; a ``base`` that is ``left`` is
                  read twice
+stream  1        as fused, without a gate: persistent programs, whose tiles the memory accelerator moves
 ======= ======== ======================================================================================
 
 The fused way is a Triton kernel with all of this in its epilogue. The library multiplies faster, but needs more passes
 over the tokens. For sums of up to about 2500 terms these are expected to cost more than it gains (``tables.py``).
 float32 products are the library's: without tensor cores they take ten times as long as the passes, and PyTorch's
-setting for TF32 holds. There is no persistent and no TMA variant: no measurement says that one gains.
+setting for TF32 holds. No table takes the stream: no GPU has timed it (``stream.py``).
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from crate_kernels._triton import launch
 from crate_kernels.ops.ista.steps import scaled
+from crate_kernels.ops.ista.triton import stream
 from crate_kernels.ops.ista.triton.tables import PRODUCT
 
 _ELEMENTS = 2048  # per program of the elementwise kernel
@@ -57,12 +59,7 @@ def _finish(
         closed = tl.load(gate_ptr + places, mask=mask, other=0.0) == 0
     if gated_ptr is not None:
         acc += tl.where(closed, 0.0, tl.load(gated_ptr + places, mask=mask, other=0.0).to(tl.float32))
-    if ACTIVATION == 1:
-        acc -= threshold
-        acc = tl.where(acc < 0, 0.0, acc)
-    elif ACTIVATION == 2:
-        size = tl.abs(acc) - threshold
-        acc = tl.where(size < 0, 0.0, tl.where(acc < 0, -size, size))
+    acc = stream.activate(acc, threshold, ACTIVATION)
     if GATE_ALL:
         acc = tl.where(closed, 0.0, acc)
     return acc
@@ -204,10 +201,14 @@ def product(
     if not even:
         config["num_warps"] = 8
     with launch.guard(left.device):
+        streamed = config.pop("PERSISTENT", 0)
         if (config.pop("LIBRARY") and not fused) or right.dtype == torch.float32:
             plain = scaled(left.to(right.dtype), right, epilogue.scale, out if out.dtype == right.dtype else None)
             if plain is not out or not epilogue.only_scales:
                 _update(plain, out, epilogue._replace(scale=1.0))
+            return out
+        if streamed and epilogue.gate is None and stream.serves(left, right, epilogue.base, out):
+            stream.product(left, right, out, epilogue.arguments(), config)
             return out
         programs = triton.cdiv(rows, config["BLOCK_M"]) * triton.cdiv(columns, config["BLOCK_N"])
         launch.run(

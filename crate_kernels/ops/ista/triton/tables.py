@@ -10,10 +10,13 @@ from crate_kernels._triton.launch import INTERPRETER
 from crate_kernels._triton.table import Config, LaunchRow, Table
 
 
-def _product(m: int, n: int, k: int, warps: int, stages: int, library: int = 0) -> Config:
-    """LIBRARY takes PyTorch's product with one elementwise kernel behind it; the tile then goes unused."""
+def _product(m: int, n: int, k: int, warps: int, stages: int, library: int = 0, **more: int) -> Config:
+    """LIBRARY takes PyTorch's product with one elementwise kernel behind it; the tile then goes unused.
+
+    PERSISTENT, which configurations may lack, takes the stream where it serves (``stream.py``).
+    """
     sizes = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "num_stages": stages}
-    return {**sizes, "LIBRARY": library}
+    return {**sizes, "LIBRARY": library, **more}
 
 
 # The library's product costs 3 more passes over the result: it is written and read again, and the epilogue reads an
@@ -23,6 +26,7 @@ def _product(m: int, n: int, k: int, warps: int, stages: int, library: int = 0) 
 _LONGEST_FUSED = 2560
 _LIBRARY = _product(128, 128, 32, 8, 2, library=1)
 _BY_LIBRARY = LaunchRow(_LIBRARY)
+STREAM = _product(128, 128, 64, 4, 2, PERSISTENT=1)  # two programs a multiprocessor
 
 # Keyed by the length of the sums (inner) and by the number of tokens, in the places of head_dim and seqlen; half:
 # 16-bit tokens (float32 ones are rounded on the way to the product, and take twice the shared memory).
@@ -55,6 +59,8 @@ PRODUCT = Table(
     },
     candidates=(
         _product(128, 128, 32, 8, 2, library=1),
+        STREAM,
+        _product(128, 128, 64, 8, 3, PERSISTENT=1),
         *(_product(16, n, k, 4, stages) for n in (32, 64) for k in (64, 128) for stages in (3, 5)),
         *(
             _product(m, n, k, warps, stages)
