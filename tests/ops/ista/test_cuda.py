@@ -7,6 +7,8 @@ from crate_kernels import ista, ista_overcomplete, testing
 from crate_kernels._core import plan
 from crate_kernels.ops.ista import cuda
 from tests.ops.common import DTYPES, outputs_and_gradients, over_budget, randn
+from tests.ops.ista import strides
+from tests.ops.ista.strides import EACH_LAYOUT
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 FUNCTIONS = pytest.mark.parametrize("function", [ista, ista_overcomplete])
@@ -102,27 +104,10 @@ def test_the_same_bits_twice_and_in_any_order_of_threads(function, dtype, backen
         assert all(torch.equal(one, other) for one, other in zip(result, results[0], strict=True))
 
 
-STRIDES = {
-    "channels-apart": lambda t: t.repeat_interleave(3, -1)[..., ::3],
-    "rows-apart": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
-    "transposed": lambda t: t.mT.contiguous().mT,
-    "expanded": lambda t: t[:1].expand(t.shape),
-}
-
-
 @FUNCTIONS
-@pytest.mark.parametrize("lay_out", STRIDES.values(), ids=STRIDES)
+@EACH_LAYOUT
 def test_strides_change_nothing(function, lay_out, backend):
-    x, dout = (lay_out(randn(40, 24, dtype=torch.float32, seed=seed)) for seed in (0, 1))
-    weight = lay_out(randn(24, 24, dtype=torch.float32, seed=2) * 24**-0.5)
-
-    def run(x, weight, dout):
-        x, weight = (t.detach().requires_grad_() for t in (x, weight))
-        out = function(x, weight, backend=backend)
-        return out.detach(), *torch.autograd.grad(out, (x, weight), dout)
-
-    expected = run(*(t.contiguous() for t in (x, weight, dout)))
-    torch.testing.assert_close(run(x, weight, dout), expected, rtol=1e-6, atol=1e-6)
+    strides.check(function, lay_out, torch.float32, backend)
 
 
 @EVERY_DTYPE

@@ -1,7 +1,6 @@
 """Sparse coding by the C++ extension: levels, tails, strides, threads, and the products it chooses among."""
 
 import itertools
-import threading
 
 import pytest
 import torch
@@ -12,6 +11,8 @@ from crate_kernels._native import extension
 from crate_kernels.ops.ista import op, reference
 from crate_kernels.ops.ista.call import ISTACall
 from tests.ops.common import LEVELS, expected, measured, randn
+from tests.ops.ista import strides
+from tests.ops.ista.strides import EACH_LAYOUT
 
 if extension.PATH is not None:
     from crate_kernels.ops.ista import native
@@ -225,33 +226,14 @@ def test_no_gradient_is_made_for_the_codes():
     assert [2, 99, 96] not in written
 
 
-STRIDES = {
-    "channels-apart": lambda t: t.repeat_interleave(3, -1)[..., ::3],
-    "rows-apart": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
-    "transposed": lambda t: t.mT.contiguous().mT,
-    "expanded": lambda t: t[:1].expand(t.shape),
-}
-
-
 @EVERY_DTYPE
-@pytest.mark.parametrize("lay_out", STRIDES.values(), ids=STRIDES)
+@EACH_LAYOUT
 @pytest.mark.parametrize(("function", "dim"), [(ista, 24), (ista, 32), (ista_overcomplete, 24)])
 def test_strides_change_nothing(function, dim, lay_out, dtype):
-    x, dout = (lay_out(randn(40, dim, dtype=dtype, seed=seed)) for seed in (0, 1))
-    weight = lay_out(randn(dim, dim, dtype=dtype, seed=2) * dim**-0.5)
-
-    def run(x, weight, dout):
-        x, weight = (t.detach().requires_grad_() for t in (x, weight))
-        out = function(x, weight, backend="cpp")
-        return out.detach(), *torch.autograd.grad(out, (x, weight), dout)
-
-    expected = run(*(t.contiguous() for t in (x, weight, dout)))
-    # A transposed operand may take another of the library's products, which rounds in another order.
-    eps = 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(run(x, weight, dout), expected, rtol=eps, atol=eps)
+    strides.check(function, lay_out, dtype, "cpp", dim=dim)
 
 
-@pytest.mark.parametrize("lay_out", STRIDES.values(), ids=STRIDES)
+@EACH_LAYOUT
 def test_a_wide_dictionary_of_any_strides(lay_out):
     """Panels of the symmetric product are cut from it, and C++ reads it by rows."""
     x, weight = (randn(rows, 272, dtype=torch.float32, seed=rows) for rows in (320, 272))
@@ -267,24 +249,6 @@ def test_two_threads_share_the_work(threads):
         threads(count)
         assert failures(case, torch.float32) == [], count
         torch.testing.assert_close(testing.run(case, inputs, "cpp"), testing.run(case, inputs, "cpp"), rtol=0, atol=0)
-
-
-def test_eight_threads_call_at_once(threads):
-    threads(2)
-    x, weight = randn(130, 48, dtype=torch.float32), randn(48, 48, dtype=torch.float32) * 48**-0.5
-    expected, wrong = ista(x, weight, backend="cpp"), []
-
-    def call():
-        for _ in range(20):
-            if not torch.equal(ista(x, weight, backend="cpp"), expected):
-                wrong.append(1)
-
-    callers = [threading.Thread(target=call) for _ in range(8)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert wrong == []
 
 
 @EVERY_DTYPE

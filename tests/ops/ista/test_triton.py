@@ -9,6 +9,8 @@ from crate_kernels._triton import launch
 from crate_kernels._triton.table import forced
 from crate_kernels.ops.ista.triton import tables
 from tests.ops.common import backends, over_budget, randn
+from tests.ops.ista import strides
+from tests.ops.ista.strides import EACH_LAYOUT
 
 TRITON = [p for p in backends("ista") if p.values[0] == "triton"]
 pytestmark = pytest.mark.skipif(not TRITON, reason="needs a GPU, or TRITON_INTERPRET=1")
@@ -118,35 +120,16 @@ def test_the_librarys_products_serve_the_overcomplete_form(name, backend, device
         assert over_budget(case, torch.bfloat16, backend, device) == []
 
 
-STRIDES = {
-    "channels-apart": lambda t: t.repeat_interleave(3, -1)[..., ::3],
-    "rows-apart": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
-    "transposed": lambda t: t.mT.contiguous().mT,
-    "expanded": lambda t: t[:1].expand(t.shape),
-}
-
-
 @EACH
 @FLOATS
-@pytest.mark.parametrize("lay_out", STRIDES.values(), ids=STRIDES)
+@EACH_LAYOUT
 @pytest.mark.parametrize("function", [ista, ista_overcomplete])
 def test_strides_change_nothing(function, lay_out, dtype, backend, device):
-    x, dout = (lay_out(randn(40, 24, dtype=dtype, device=device, seed=seed)) for seed in (0, 1))
-    weight = lay_out(randn(24, 24, dtype=dtype, device=device, seed=2) * 24**-0.5)
-
-    def run(x, weight, dout):
-        x, weight = (t.detach().requires_grad_() for t in (x, weight))
-        out = function(x, weight, backend=backend)
-        return out.detach(), *torch.autograd.grad(out, (x, weight), dout)
-
-    expected = run(*(t.contiguous() for t in (x, weight, dout)))
-    # A transposed operand may take another of the library's products, which rounds in another order.
-    eps = 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(run(x, weight, dout), expected, rtol=eps, atol=eps)
+    strides.check(function, lay_out, dtype, backend, device)
 
 
 @EACH
-@pytest.mark.parametrize("lay_out", STRIDES.values(), ids=STRIDES)
+@EACH_LAYOUT
 def test_strides_of_float32_weights_change_nothing_under_autocast(lay_out, backend, device):
     x = randn(40, 24, dtype=torch.float32, device=device)
     weight = lay_out(randn(24, 24, dtype=torch.float32, device=device, seed=2) * 24**-0.5)
