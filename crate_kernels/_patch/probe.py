@@ -47,6 +47,13 @@ _MODULE_STATE = frozenset(vars(nn.Module()))
 _Call = Callable[[int, int], tuple[dict[str, Any], dict[str, Any]]]
 
 
+_FAILED = "the probe failed"
+_CHANNELS_LAST = (
+    "takes (batch, height, width, channels), where patch knows tokens (batch, seqlen, channels) and maps (batch, "
+    "channels, height, width): flatten the pixels outside of the module, or call the operator in it"
+)
+
+
 class _Difference(Exception):
     """A difference between a form and the module."""
 
@@ -87,7 +94,10 @@ def find(module: nn.Module, forms: list[ModuleForm]) -> tuple[ModuleForm | None,
                 reasons.append(_failure(error.__cause__ or error))
             except Exception as error:
                 reasons.append(_failure(error))
-    return None, min(reasons, key=lambda reason: reason.startswith("the probe failed"))
+        reason = min(reasons, key=lambda reason: reason.startswith(_FAILED))
+        if reason.startswith(_FAILED) and any(map(pair.takes_channels_last, forms)):
+            reason = _CHANNELS_LAST
+    return None, reason
 
 
 class _Comparison:
@@ -166,6 +176,14 @@ class _Comparison:
             return False
         return True
 
+    def takes_channels_last(self, form: ModuleForm) -> bool:
+        """Say if the module takes maps whose last axis is the channels."""
+        with contextlib.suppress(Exception), torch.no_grad():
+            x = self.drawn_tokens((2, 3, 5, form.token_dim(self.module)), _SIZE)
+            out = self.shadow(form, False, (0.0, 0.0)).forward(x)
+            return isinstance(out, Tensor) and out.shape == x.shape
+        return False
+
     def place_dropout(self, form: ModuleForm, call: _Call) -> ModuleForm:
         """Return the form with dropout in the module's places; every mask is compared."""
         ways = list(with_dropout(self.module, form))
@@ -198,12 +216,7 @@ class _Comparison:
     ) -> tuple[Any, Tensor]:
         """Return the published output and the form's output."""
         arguments, options = call(*x.shape[:2])
-        shadows = []
-        for _ in range(2):
-            shadow = shadow_of(self.module, self.drawing(), training, itertools.count(*rates))
-            vars(shadow).update(zip(form.numbers, _NUMBERS, strict=False))
-            vars(shadow).update((name, rates[0] and _ATTRIBUTE_RATE) for name in DROPOUTS if number(shadow, name))
-            shadows.append(shadow)
+        shadows = self.shadow(form, training, rates), self.shadow(form, training, rates)
         torch.default_generator.manual_seed(0)
         try:
             expected = shadows[0].forward(x, **arguments)
@@ -214,6 +227,13 @@ class _Comparison:
         if not same_state(*shadows):
             raise _Difference("its forward changes attributes of the module, which a fused one would not")
         return expected, actual
+
+    def shadow(self, form: ModuleForm, training: bool, rates: tuple[float, float]) -> nn.Module:
+        """Return a shadow with drawn parameters and numbers."""
+        shadow = shadow_of(self.module, self.drawing(), training, itertools.count(*rates))
+        vars(shadow).update(zip(form.numbers, _NUMBERS, strict=False))
+        vars(shadow).update((name, rates[0] and _ATTRIBUTE_RATE) for name in DROPOUTS if number(shadow, name))
+        return shadow
 
     def drawing(self) -> Callable[[str, Tensor], Tensor]:
         """Return a function that makes one shadow's tensors: shadows share parameters and nothing else."""
@@ -352,4 +372,4 @@ def _difference(expected: Any, actual: Tensor, tolerance: float, what: str = "ou
 
 
 def _failure(error: BaseException) -> str:
-    return f"the probe failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return f"{_FAILED}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -210,8 +210,10 @@ def to_official(model: nn.Module) -> dict[str, Tensor]:
         ValueError: no published class can load the model.
     """
     system = next((each for each in _SYSTEMS.values() if each.ours(model)), None)
-    if system is None:
-        raise ValueError(f"to_official: model must be of {', '.join(_SYSTEMS)}, got {type(model).__name__}")
+    if system is None or system.instead:
+        published = ", ".join(name for name, each in _SYSTEMS.items() if not each.instead)
+        advice = "" if system is None else f": {system.instead}"
+        raise ValueError(f"to_official: model must be of {published}, got {type(model).__name__}{advice}")
     return system.export(model)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -236,6 +236,7 @@ class CRATE(Embedding):
     """
 
     config_class = CRATEConfig
+    _inspected: ClassVar[dict[str, int]] = {"layer": 5, "depth": 11}
     decays_vectors = True
 
     def __init__(self, config: CRATEConfig) -> None:

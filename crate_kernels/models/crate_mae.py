@@ -347,9 +347,7 @@ class CRATEMAE(ReferenceModel):
         return self._inspect(imgs, "depth", depth, return_key=True)
 
     def _inspect(self, imgs: Tensor, name: str, index: int | None, **what: bool) -> Tensor:
-        index = len(self.blocks) - 1 if index is None else checks.integer("CRATEMAE", name, index, minimum=0)
-        if index >= len(self.blocks):
-            raise ValueError(f"CRATEMAE: {name} must be < {len(self.blocks)} layers, got {index}")
+        index = vision.layer("CRATEMAE", name, index, len(self.blocks), {})
         return self.blocks[index](self.forward_encoder(imgs, layers=index), **what)
 
 

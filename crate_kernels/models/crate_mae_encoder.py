@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -132,18 +132,16 @@ def _weights(bare: Mapping[str, Any]) -> dict[str, Any]:
 
 Config, Model = CRATEMAEEncoderConfig, CRATEMAEEncoder
 SYSTEMS = {
-    # No published class loads an encoder alone.
-    "crate_mae_encoder": replace(
-        official.family(
-            Config,
-            Model,
-            weights=_weights,
-            ignored=(
-                *("decoder_embed_dim", "decoder_depth", "decoder_num_heads", "norm_pix_loss", "mask_ratio"),
-                *("use_softmax", "mlp_ratio", "note"),
-            ),
-            translated={"norm_layer": crate_mae.norm_eps},
+    "crate_mae_encoder": official.family(
+        Config,
+        Model,
+        weights=_weights,
+        ignored=(
+            *("decoder_embed_dim", "decoder_depth", "decoder_num_heads", "norm_pix_loss", "mask_ratio"),
+            *("use_softmax", "mlp_ratio", "note"),
         ),
-        ours=lambda module: False,
+        translated={"norm_layer": crate_mae.norm_eps},
+        instead="no published class is an encoder alone; give a whole CRATEMAE, which takes the encoder's weights by "
+        "load_state_dict(..., strict=False), its pos_embed as decoder_pos_embed; or use save_pretrained",
     )
 }

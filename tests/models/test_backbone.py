@@ -199,7 +199,12 @@ def test_an_encoder_of_mae_reads_a_checkpoint_of_the_whole():
     again: Any = models.from_official("crate_mae_encoder", encoder.state_dict(), config).eval()
     larger = torch.ones(1, 3, 16, 20)
     assert_close(again.forward_features(larger), whole.forward_features(larger))
-    with pytest.raises(ValueError, match="to_official: model must be of crate"):
+    with pytest.raises(ValueError, match=r"CRATEMAEEncoder: .* give a whole CRATEMAE") as refused:
         models.to_official(encoder)
+    assert "crate_mae_encoder" not in str(refused.value)
+    fitted, weights = build("crate_mae", img_size=(8, 12)), encoder.state_dict()  # as the message says
+    fitted.load_state_dict({**weights, "decoder_pos_embed": weights["pos_embed"]}, strict=False)
+    assert_close(fitted.eval().forward_features(img), whole.forward_features(img))
+    assert models.to_official(fitted).keys() == whole.state_dict().keys()
     with pytest.raises(ValueError, match="CRATEMAEEncoder: embed_dim must be a multiple of 4, got 18"):
         build("crate_mae_encoder", embed_dim=18)

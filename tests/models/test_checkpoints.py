@@ -10,7 +10,7 @@ import torch
 from crate_kernels import models
 from crate_kernels.models.crate import CRATE, CRATEConfig
 from crate_kernels.models.crate_alpha import CRATEAlpha, CRATEAlphaConfig
-from tests.models.families import drawn
+from tests.models.families import TEXT, build, drawn
 
 CONFIG = {"image_size": 8, "patch_size": 4, "num_classes": 5, "dim": 24, "depth": 2, "heads": 3, "dim_head": 8}
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -90,6 +90,21 @@ def test_another_image_size(size, said):
     assert model.config.image_size == size
 
 
+def test_another_image_size_of_an_autoencoder(said):
+    whole = build("crate_mae")
+    config = {k: v for k, v in vars(whole.config).items() if k != "backend"}
+    model = models.from_official("crate_mae", whole.state_dict(), config, image_size=(12, 8))
+    names = "pos_embed and decoder_pos_embed are resized"
+    assert said() == [f"from_official: {names}, from 4 x 3 patches to 6 x 2"]
+    assert model.decoder_pos_embed.shape == (1, 13, 24)
+
+
+def test_texts_have_no_image_size():
+    model = build("crate_lm")
+    with pytest.raises(ValueError, match="image_size must be None for crate_lm, which has no images"):
+        models.from_official("crate_lm", model.state_dict(), TEXT, image_size=16)
+
+
 def test_images_of_the_saved_size_change_nothing(said):
     source = crate()
     model = models.from_official("crate", source.state_dict(), CONFIG, image_size=8).double().eval()
@@ -132,7 +147,6 @@ def test_what_is_left_out_is_said(said):
 
 NONE = {
     "classes": ({"num_classes": 3}, ValueError, "num_classes must be None for crate_mae, which has no classifier"),
-    "image": ({"image_size": 16}, ValueError, "image_size must be None for crate_mae, whose images have one size"),
     "type": ({"num_classes": "3"}, TypeError, "from_official: num_classes must be an int, got str"),
     "negative": ({"num_classes": -1}, ValueError, "from_official: num_classes must be >= 0, got -1"),
 }

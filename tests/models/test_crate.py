@@ -257,7 +257,11 @@ BAD = {
     "height": (lambda: build()(torch.ones(1, 3, 9, 12)), ValueError, r"in patches of 2x4, got \(1, 3, 9, 12\)"),
     "smaller": (lambda: build()(torch.ones(1, 3, 8, 8)), ValueError, r"img must have 8x12 pixels, got \(1, 3, 8, 8\)"),
     "dim-head": (lambda: RateGradientStep(8, 2, 0), ValueError, "RateGradientStep: dim_head must be >= 1, got 0"),
-    "layer": (lambda: build().get_last_selfattention(images()), ValueError, "CRATE: layer must be < 2 layers, got 5"),
+    "layer": (
+        lambda: build().get_last_selfattention(images()),
+        ValueError,
+        "CRATE: layer must be < 2 layers, got 5, its default; layer=None is the last",
+    ),
     "negative": (lambda: build().get_last_key(images(), -1), ValueError, "CRATE: depth must be >= 0, got -1"),
     "no-attention": (
         lambda: build(attention="gradient").get_last_selfattention(images(), 0),

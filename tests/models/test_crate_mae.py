@@ -223,7 +223,10 @@ BAD = {
     "image": (lambda: mae()(image(8, 13)), r"img must be \(batch, channels=3, .* patches of 2x4, got \(1, 3, 8, 13\)"),
     "rank": (lambda: mae()(torch.ones(3, 8, 12)), r"CRATEMAE: img must be .*, got \(3, 8, 12\)"),
     "patches": (lambda: mae().unpatchify(torch.ones(1, 11, 24)), r"x must be \(batch, patches, .*, got \(1, 11, 24\)"),
-    "layer": (lambda: mae().get_selfattention_enc(image(8, 12), 2), "CRATEMAE: layer must be < 2 layers, got 2"),
+    "layer": (
+        lambda: mae().get_selfattention_enc(image(8, 12), 2),
+        "CRATEMAE: layer must be < 2 layers, got 2; layer=None is the last",
+    ),
     "depth": (lambda: mae().get_last_key_enc(image(8, 12), -1), "CRATEMAE: depth must be >= 0, got -1"),
 }
 

@@ -63,6 +63,18 @@ class TwoInputs(Attention):
         return super().forward(x) * mask
 
 
+class ChannelsLast(Attention):
+    def forward(self, x):
+        batch, height, width, channels = x.shape
+        return super().forward(x.flatten(1, 2)).view(batch, height, width, channels)
+
+
+class ChannelsLastTSSA(VisionTSSA):
+    def forward(self, x):
+        batch, height, width, channels = x.shape
+        return super().forward(x.flatten(1, 2)).view(batch, height, width, channels)
+
+
 class TemperatureUnused(VisionTSSA):
     def forward(self, x):
         held, self.temp = self.temp, nn.Parameter(torch.ones_like(self.temp))
@@ -342,6 +354,8 @@ LEFT = {
     "stop-gradient": (StopGradient, "something else: gradient differs by"),
     "training-noise": (TrainingNoise, "something else: output differs by"),
     "more-parameters": (ExtraBias, "has more: offset"),
+    "channels-last": (ChannelsLast, "takes (batch, height, width, channels), where patch knows tokens"),
+    "channels-last-statistics": (ChannelsLastTSSA, "takes (batch, height, width, channels), where patch knows token"),
     "two-inputs": (TwoInputs, "the probe failed: TypeError"),
     "temp-unused": (TemperatureUnused, "something else"),
     "denom-bias-unused": (BiasUnused, "something else"),

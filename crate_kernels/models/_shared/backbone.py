@@ -71,6 +71,7 @@ class Classifier(ReferenceModel):
 
     task = "ForImageClassification"
     layout: ClassVar[BackboneLayout] = BackboneLayout()
+    _inspected: ClassVar[dict[str, int]] = {}  # the layers that get_last_selfattention and get_last_key look at
     cls_token: nn.Parameter
 
     @property
@@ -242,9 +243,7 @@ class Classifier(ReferenceModel):
 
     def _inspect(self, img: Tensor, name: str, index: int | None, **what: bool) -> Tensor:
         blocks = self._blocks()
-        index = len(blocks) - 1 if index is None else checks.integer(self._name, name, index, minimum=0)
-        if index >= len(blocks):
-            raise ValueError(f"{self._name}: {name} must be < {len(blocks)} layers, got {index}")
+        index = vision.layer(self._name, name, index, len(blocks), self._inspected)
         tokens = self._embed(img)
         for block in blocks[:index]:
             tokens = block(tokens)

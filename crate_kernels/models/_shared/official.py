@@ -42,6 +42,7 @@ class System:
         fixed: fields of the config that have one value in this system.
         classifier: name of the last layer, which ``num_classes`` replaces; "" for none.
         defaults: values of the known arguments that need not be given.
+        instead: what to do with a module of this system, which no published class is; "" where there is one.
     """
 
     known: Collection[str]
@@ -57,6 +58,7 @@ class System:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     classifier: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    instead: str = ""
 
     def load(
         self,
@@ -204,12 +206,14 @@ def first_names(model: nn.Module) -> dict[str, str]:
 def _resize(name: str, model: Any, image_size: Any) -> None:
     """Change the size of a model's images, and say what became of its positions."""
     if not hasattr(model, "set_input_size"):
-        raise ValueError(f"from_official: image_size must be None for {name}, whose images have one size")
-    old = model.grid
+        raise ValueError(f"from_official: image_size must be None for {name}, which has no images")
+    old, held = model.grid, model.state_dict(keep_vars=True)
     model.set_input_size(image_size)
-    if model.grid != old and model.layout.positions:
+    resized = [name for name, t in model.state_dict(keep_vars=True).items() if t is not held[name]]
+    if resized:
         before, after = (" x ".join(map(str, grid)) for grid in (old, model.grid))
-        say(f"{model.layout.positions} is resized, from {before} patches to {after}")
+        verb = "is" if len(resized) == 1 else "are"
+        say(f"{' and '.join(resized)} {verb} resized, from {before} patches to {after}")
 
 
 def same(value: Tensor, other: Any) -> bool:

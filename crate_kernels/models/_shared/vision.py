@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,6 +77,15 @@ def positions_for(
     ph, pw = pair(owner, "patch_size", patch_size)
     old = grid(owner, image_size, (ph, pw))
     return resize_positions(positions, old, (img.shape[2] // ph, img.shape[3] // pw), antialias)
+
+
+def layer(owner: str, name: str, index: int | None, depth: int, defaults: Mapping[str, int]) -> int:
+    """Return the number of a layer, from 0; the last of None."""
+    number = depth - 1 if index is None else checks.integer(owner, name, index, minimum=0)
+    if number >= depth:
+        default = ", its default" if defaults.get(name) == number else ""
+        raise ValueError(f"{owner}: {name} must be < {depth} layers, got {number}{default}; {name}=None is the last")
+    return number
 
 
 def set_input_size(model: Any, field: str, img_size: Size | None, patch_size: Size | None, *names: str) -> None:
