@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,22 @@ def test_a_disk_without_room_is_said_to_be_full(tmp_path, monkeypatch, compiler,
     status, said = build(compiler[0])
     assert (status, said.splitlines()[-1]) == (1, "build: [Errno 28] No space left on device")
     assert files_left(tmp_path) == ["lock"]
+
+
+def test_without_sources_a_build_says_what_to_install(monkeypatch, build):
+    monkeypatch.setattr(_libraries, "source_folder", lambda: None)
+    status, said = build("c++")
+    assert (status, said) == (
+        1, "build: the C++ sources are not installed; install from a source distribution or a checkout\n"
+    )  # fmt: skip
+
+
+def test_a_pytorch_that_cannot_be_imported_is_named(monkeypatch, build):
+    monkeypatch.setitem(sys.modules, "torch.utils.cpp_extension", None)
+    monkeypatch.delattr("torch.utils.cpp_extension", raising=False)
+    status, said = build("c++")
+    assert status == 1
+    assert said.startswith("build: PyTorch is not importable (")
 
 
 STABLE = ("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_torch/")

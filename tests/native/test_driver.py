@@ -121,16 +121,20 @@ def test_an_older_driver_does_not_say_what_a_kernel_takes(gpu, cuda, monkeypatch
 LAUNCHES = {
     "plain": (Shape(7, 128), ([7, 1, 1], [128, 1, 1], 0, 0x77, {}), []),
     "little-shared": (Shape(7, 128, 48 * 1024), ([7, 1, 1], [128, 1, 1], 48 * 1024, 0x77, {}), []),
-    "much-shared": (Shape(7, 128, 100_000), ([7, 1, 1], [128, 1, 1], 100_000, 0x77, {}), [8]),
+    "much-shared": (Shape(7, 128, 100_000), ([7, 1, 1], [128, 1, 1], 100_000, 0x77, {}), [(8, 100_000)]),
     "cluster": (Shape(8, 32, 0, 4), ([8, 1, 1], [32, 1, 1], 0, 0x77, {5: [1, 0, 0], 4: [4, 1, 1]}), []),
-    "large-cluster": (Shape(16, 32, 0, 16), ([16, 1, 1], [32, 1, 1], 0, 0x77, {5: [1, 0, 0], 4: [16, 1, 1]}), [14]),
+    "large-cluster": (
+        Shape(16, 32, 0, 16),
+        ([16, 1, 1], [32, 1, 1], 0, 0x77, {5: [1, 0, 0], 4: [16, 1, 1]}),
+        [(14, 1)],
+    ),
 }
 
 
 @pytest.mark.parametrize(("shape", "expected", "asked"), LAUNCHES.values(), ids=LAUNCHES)
 def test_a_launch_is_what_the_driver_gets(shape, expected, asked, gpu, cuda):
     attributes = []
-    cuda._cuFuncSetAttribute = lambda handle, attribute, value: attributes.append(attribute) or 0
+    cuda._cuFuncSetAttribute = lambda handle, attribute, value: attributes.append((attribute, value)) or 0
     function = gpu.load(b"", "_Z1f")
     parameters = [b"12345678", bytes(range(104))]
     gpu.launch(function, shape, parameters, 0x77)
@@ -150,14 +154,24 @@ def test_an_error_of_the_driver_says_its_number_and_text(gpu, cuda):
 
 def test_clusters_that_do_not_fit_are_none(gpu, cuda):
     function = gpu.load(b"", "_Z1f")
+    asked = []
+    cuda._cuFuncSetAttribute = lambda handle, attribute, value: asked.append((attribute, value)) or 0
     assert gpu.active_clusters(function, Shape(8, 128, 1024, 4)) == 33
+    assert gpu.active_clusters(function, Shape(16, 128, 227 * 1024, 16)) == 33
+    assert asked == [(8, 227 * 1024), (14, 1)], "as a launch"
+    assert cuda.calls[-1] == ("cuOccupancyMaxActiveClusters", 1), "within the GPU's context"
     assert gpu.active_clusters(function, Shape(8, 128, 228 * 1024, 4)) == 0
     cuda.failing = {"cuOccupancyMaxActiveClusters"}
     assert gpu.active_clusters(function, Shape(8, 128, 1024, 4)) == 0
 
 
-def test_what_a_kernel_uses(gpu):
-    found = gpu.resources(gpu.load(b"", "_Z1f"), 256)
+def test_what_a_kernel_uses(gpu, cuda):
+    function = gpu.load(b"", "_Z1f")
+    cuda.calls.clear()
+    assert gpu.resources(function, 1024, 100_000)["blocks_per_multiprocessor"] == 2
+    assert function.allowed[0] == 100_000
+    assert all(depth == 1 for _, depth in cuda.calls if _.startswith(("cuFunc", "cuOcc")))
+    found = gpu.resources(function, 256)
     assert found == {
         "registers": 104,
         "static_shared_bytes": 101,
@@ -167,6 +181,14 @@ def test_what_a_kernel_uses(gpu):
         "binary": 106,
         "blocks_per_multiprocessor": 8,
     }
+
+
+def test_the_driver_is_started_once(monkeypatch):
+    cuda, opened = Cuda(), []
+    cuda._cuInit = lambda flags: opened.append(flags) or 0
+    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: opened.append(name) or cuda)
+    assert driver.driver.__wrapped__().library is cuda
+    assert opened == ["libcuda.so.1", 0]
 
 
 def test_a_machine_without_a_driver_has_none(monkeypatch):
