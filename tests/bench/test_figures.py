@@ -81,16 +81,6 @@ def test_a_series_is_in_the_order_of_sizes():
     assert figures.series(Results(MACHINE, found), "mssa", "batch", "both") == []
 
 
-def test_rates_are_beside_that_of_a_product():
-    sizes = [128, 256]
-    (ax,) = figures.rates(Results(MACHINE, swept("cpp", lambda n: n / 128 * 1e-2, sizes))).axes
-    line, product = ax.lines
-    assert values(line) == [sizes, pytest.approx([0.3, 0.15])]
-    assert set(values(product)[1]) == {0.2}
-    assert ax.get_ylim()[0] == 0
-    assert ax.get_ylabel().startswith("TFLOP/s")
-
-
 def test_a_roofline_is_the_lower_of_copy_and_product():
     found = [
         row("cpp", 1e-1, direction="forward"),
