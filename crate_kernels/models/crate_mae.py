@@ -255,7 +255,11 @@ class CRATEMAE(ReferenceModel):
         rows, columns = self.grid if grid is None else grid
         wanted = (rows * columns, self.decoder_pred.out_features)
         if x.dim() != 3 or tuple(x.shape[1:]) != wanted:
-            raise ValueError(f"CRATEMAE: x must be (batch, patches, pixels) = (batch, {wanted}), got {tuple(x.shape)}")
+            layout = "(batch, patches, pixels) = (batch, {}, {})".format(*wanted)
+            raise ValueError(
+                f"CRATEMAE: x must be {layout} for a grid of {rows} x {columns}, got {tuple(x.shape)}; "
+                "grid=(down, across) is for images of another size"
+            )
         return vision.unpatchify(x, self.patch_size, (rows, columns))
 
     def random_mask(

@@ -32,6 +32,15 @@ def tokens(owner: str, x: Tensor, dim: int, data_format: str) -> tuple[Tensor, S
     return x, None
 
 
+def refuse_map(owner: str, x: Tensor, dim: int) -> None:
+    """Refuse what is a map (batch, dim, height, width), and no tokens (..., dim), where tokens are taken."""
+    if isinstance(x, Tensor) and x.dim() == 4 and x.shape[1] == dim != x.shape[3]:
+        raise ValueError(
+            f"{owner}: x must be (..., dim={dim}), got {tuple(x.shape)}: "
+            f"maps (batch, dim, height, width) need data_format={FIRST!r}"
+        )
+
+
 def tokens_of(owner: str, x: Tensor, dim: int) -> tuple[Tensor, Size]:
     """Return a map (batch, dim, height, width) as (batch, height * width, dim), and its (height, width)."""
     layout = f"(batch, dim={dim}, height, width)"

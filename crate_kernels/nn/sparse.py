@@ -118,6 +118,7 @@ class ISTA(nn.Module):
         if self.data_format == _maps.FIRST:
             x, size = _maps.tokens_of("ISTA", x, self.weight.shape[0])
             return _maps.map_of(self._step(x), size)
+        _maps.refuse_map("ISTA", x, self.weight.shape[0])
         return self._step(x)
 
     def _step(self, x: Tensor) -> Tensor:
@@ -203,6 +204,8 @@ class OvercompleteISTA(nn.Module):
         size = None
         if self.data_format == _maps.FIRST:
             x, size = _maps.tokens_of("OvercompleteISTA", x, self.D.shape[0])
+        else:
+            _maps.refuse_map("OvercompleteISTA", x, self.D.shape[0])
         options = {"step_size": self.step_size, "lambd": self.lambd, "bias": self.bias, "backend": self.backend}
         return _maps.map_of(ista_overcomplete(x, self.D, self.D1, steps=self.steps, **options), size)
 

@@ -222,7 +222,10 @@ BAD = {
     "mask": (lambda: mae()(image(8, 12), mask=torch.ones(1, 11)), r"mask must be \(batch, patches\) = \(1, 12\), got"),
     "image": (lambda: mae()(image(8, 13)), r"img must be \(batch, channels=3, .* patches of 2x4, got \(1, 3, 8, 13\)"),
     "rank": (lambda: mae()(torch.ones(3, 8, 12)), r"CRATEMAE: img must be .*, got \(3, 8, 12\)"),
-    "patches": (lambda: mae().unpatchify(torch.ones(1, 11, 24)), r"x must be \(batch, patches, .*, got \(1, 11, 24\)"),
+    "patches": (
+        lambda: mae().unpatchify(torch.ones(1, 11, 24)),
+        r"\(batch, 12, 24\) for a grid of 4 x 3, got \(1, 11, 24\); grid=",
+    ),
     "layer": (
         lambda: mae().get_selfattention_enc(image(8, 12), 2),
         "CRATEMAE: layer must be < 2 layers, got 2; layer=None is the last",

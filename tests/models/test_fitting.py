@@ -11,15 +11,20 @@ from tests.models.test_crate_alpha import clipa, tower
 TEXT = {"block_size": 9, "vocab_size": 11, "n_layer": 2, "n_head": 3, "n_embd": 24}
 TOST = {"embed_dim": 24, "depth": 2, "num_heads": 3, "img_size": (16, 24), "patch_size": 8, "num_classes": 5}
 
+HEAD = "; from_official(..., num_classes=...) makes another head"
 WRONG = {
     "forgotten": ("crate", {"dim_head": ...}, "dim_head must be 8, got 64 by default"),
     "heads": ("crate", {"dim_head": 12}, "dim_head must be 8, got 12, or heads must be 2, got 3"),
     "width": ("crate", {"dim": 48}, "dim must be 24, got 48"),
     "depth": ("crate", {"depth": 5}, "depth must be 2, got 5"),
     "more-layers": ("crate", {"depth": 1}, "depth must be 2, got 1"),
-    "classes": ("crate", {"num_classes": ...}, "num_classes must be 5, got 1000 by default"),
+    "classes": ("crate", {"num_classes": ...}, f"num_classes must be 5, got 1000 by default{HEAD}"),
     "channels": ("crate", {"channels": 1}, "channels must be 3, got 1"),
-    "two": ("crate", {"dim_head": 16, "num_classes": 7}, "dim_head must be 8, got 16; num_classes must be 5, got 7"),
+    "two": (
+        "crate",
+        {"dim_head": 16, "num_classes": 7},
+        f"dim_head must be 8, got 16; num_classes must be 5, got 7{HEAD}",
+    ),
     "alpha": ("crate_alpha", {"overcomplete_ratio": 2}, "overcomplete_ratio must be 4, got 2"),
     "tost": ("tost_vision", {"num_heads": 6}, "num_heads must be 3, got 6"),
     "vocabulary": ("crate_lm", {"vocab_size": 50304}, "vocab_size must be 11, got 50304"),

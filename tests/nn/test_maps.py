@@ -126,6 +126,11 @@ BAD = {
         lambda: ISTA(DIM, data_format="channels_first")(tokens()),
         r"ISTA: x must be .*dim=12, height, wid",
     ),
+    "map-ista": (lambda: ISTA(DIM)(feature_map()), r"ISTA: x must be .*: maps .* need data_format='channels_first'"),
+    "map-codes": (
+        lambda: OvercompleteISTA(DIM)(feature_map()),
+        r"OvercompleteISTA: .* need data_format='channels_first'",
+    ),
     "map-tssa": (lambda: TSSA(DIM, 3)(feature_map()), r"TSSA: x must be .*: maps .* need data_format='channels_first'"),
     "channels": (
         lambda: OvercompleteISTA(DIM, data_format="channels_first")(torch.ones(1, 3, 12, 12)),

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -108,6 +109,8 @@ class System:
             reason = fitting.reason(self.build, settings, self.defaults, weights)
             if not reason:
                 raise
+        if self.classifier and "num_classes must be" in reason:
+            reason += "; from_official(..., num_classes=...) makes another head"
         raise ValueError(f"from_official: config does not fit the weights of this {name}: {reason}")
 
     def _without_classifier(self, name: str, weights: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +180,8 @@ def without(weights: Mapping[str, Any], dropped: Callable[[str], bool], what: st
 def unwrap(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the weights of a checkpoint, which may be nested to any depth, under their bare names, in a new dict."""
     if not isinstance(state_dict, Mapping):
-        raise TypeError(f"from_official: state_dict must be a mapping, got {type(state_dict).__name__}")
+        read = ": read the file by torch.load(..., weights_only=True)" if isinstance(state_dict, (str, Path)) else ""
+        raise TypeError(f"from_official: state_dict must be a mapping, got {type(state_dict).__name__}{read}")
     nests = [key for key in _NESTS if isinstance(state_dict.get(key), Mapping)]
     if nests:
         if others := nests[1:]:

@@ -22,7 +22,11 @@ def head(dim: int, num_classes: int) -> nn.Module:
 
 def pair(owner: str, name: str, value: Size) -> tuple[int, int]:
     """Return (height, width) of an int or a pair."""
-    height, width = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, value)
+    pairs = isinstance(value, (tuple, list))
+    if (len(value) != 2) if pairs else not isinstance(value, (int, torch.SymInt)):
+        got = tuple(value) if pairs else type(value).__name__
+        raise TypeError(f"{owner}: {name} must be an int or (height, width), got {got}")
+    height, width = value if pairs else (value, value)
     return (
         checks.integer(owner, name, height, minimum=1),
         checks.integer(owner, name, width, minimum=1),
