@@ -383,7 +383,7 @@ def test_the_line_of_a_case(results):
         ["mssa", "n256", "fp32", "both", "-", "(cpp", "wrong)", "-", "-", "-", "-"],
     ]
     assert bench_verb._time_cell(replace(found[0], times_eager=0.5, share=0.25)) == (
-        "     3.000 ms  error 0.50 x eager's, 0.25 of its budget"
+        "     3.000 ms  error 0.50 x eager's, 0.25 of its tolerance"
     )
     assert bench_verb._time_cell(found[3]) == "not here"
     assert bench_verb._heading(Results(MACHINE, [])) == (
