@@ -31,6 +31,16 @@ class Arguments {
   uint64_t left_;
 };
 
+// Puts the results of an op where its caller looks for them.
+template <class Result>
+void put(StableIValue* stack, Result result) {
+  stack[0] = torch::stable::detail::from(std::move(result));
+}
+template <class... Results>
+void put(StableIValue* stack, std::tuple<Results...> results) {
+  torch::stable::detail::box_from_tuple(stack, std::move(results));
+}
+
 template <auto function>
 struct Box;
 
@@ -44,7 +54,7 @@ struct Box<function> {
     if constexpr (std::is_void_v<Result>) {
       std::apply(function, std::move(values));
     } else {
-      stack[0] = torch::stable::detail::from<Result>(std::apply(function, std::move(values)));
+      put(stack, std::apply(function, std::move(values)));
     }
   }
 };

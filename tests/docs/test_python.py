@@ -16,6 +16,7 @@ LANGUAGES = {"python", "sh", "text", "{toctree}"}
 ELSEWHERE = {"docs/distributed.md": page_cases}  # runs the page in two processes
 NEEDS = {  # page -> packages that it is about
     "README.md": (),
+    "docs/export.md": ("onnxscript", "onnxruntime"),
     "docs/faq.md": (),
     "docs/feature-maps.md": (),
     "docs/graphs.md": (),
@@ -28,7 +29,7 @@ NEEDS = {  # page -> packages that it is about
     "docs/opacus.md": ("opacus",),
     "docs/support.md": (),
     "docs/timm.md": ("timm", "torchvision"),
-    "docs/tools.md": ("onnxscript", "onnxruntime"),
+    "docs/tools.md": (),
     "docs/tssa.md": (),
     "docs/transformers.md": ("transformers", "accelerate"),
     "docs/tutorials/block.md": (),

@@ -104,18 +104,27 @@ def described(**arguments):
 
 
 REFUSED = {
-    "rows": (lambda m: m(prompts(), cu_seq_lens_q=OFFSETS), ValueError, "describes the documents of one row"),
+    "rows": (
+        lambda m: m(prompts(), cu_seq_lens_q=OFFSETS),
+        ValueError,
+        "tokens must be one row, got 2, beside cu_seq_lens_q",
+    ),
     "padding": (
         described(cu_seq_lens_q=OFFSETS, attention_mask=torch.zeros_like(ROW).index_fill_(1, torch.tensor([5]), 1)),
         ValueError,
-        "cu_seq_lens_q describes the documents of one row, without attention_mask and a cache",
+        "attention_mask must be None or ones, got padding, beside cu_seq_lens_q, which describes the documents of one",
     ),
     "cache": (
         lambda m: m(ROW, seq_idx=INDEX, cache=DynamicCache(config=m.config)),
         ValueError,
-        "seq_idx describes the documents of one row, without attention_mask and a cache",
+        "use_cache must be False, and no cache given, beside seq_idx, which describes",
     ),
-    "generating": (lambda m: greedy(m, ROW[:, :3], cu_seq_lens_q=OFFSETS[:2]), ValueError, "without .* a cache"),
+    "asked-for-cache": (
+        torch.no_grad()(described(cu_seq_lens_k=OFFSETS, use_cache=True)),
+        ValueError,
+        "use_cache must be False, and no cache given, beside cu_seq_lens_k",
+    ),
+    "generating": (lambda m: greedy(m, ROW[:, :3], cu_seq_lens_q=OFFSETS[:2]), ValueError, "use_cache must be False"),
     "beyond": (
         described(cu_seq_lens_q=OFFSETS[:-1]),
         ValueError,

@@ -7,11 +7,15 @@ from tests.models.families import build, drawn, inputs, output
 
 # PyTorch's exporter, of itself.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-SIZES = {"crate": ("batch",), "tost": ("batch",), "crate_lm": ("batch", "seqlen")}
+IMAGES, TEXTS = ("batch",), ("batch", "seqlen")
+SIZES = {
+    **dict.fromkeys(("crate", "crate_alpha", "crate_mae_encoder", "tost", "aot_vision"), IMAGES),
+    **dict.fromkeys(("crate_lm", "crate_lm_overcomplete", "tost_lm", "aot_lm"), TEXTS),
+}
+QUICK = ("tost", "crate_lm")  # an export takes seconds; tests/integrations/test_export.py has CRATE
 
 
-# tests/integrations/test_export.py has CRATE, as a model of transformers.
-@pytest.mark.parametrize("family", [pytest.param("crate", marks=pytest.mark.exhaustive), "tost", "crate_lm"])
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.exhaustive) for f in SIZES])
 def test_onnx_runtime_computes_the_same(family, tmp_path):
     pytest.importorskip("onnxscript", reason="needs onnxscript: the extra onnx")
     runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: the extra onnx")
@@ -23,7 +27,7 @@ def test_onnx_runtime_computes_the_same(family, tmp_path):
     session = runtime.InferenceSession(tmp_path / "model.onnx")
     (slot,) = session.get_inputs()
     others = torch.cat([example, example.flip(-1)])
-    for given in (example, others[:, :5] if family == "crate_lm" else others):
+    for given in (example, others[:, :5] if SIZES[family] == TEXTS else others):
         (found,) = session.run(None, {slot.name: given.numpy()})
         with torch.no_grad():
             expected = output(family, model(given))

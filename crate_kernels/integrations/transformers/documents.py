@@ -40,7 +40,7 @@ def take(
         x: (batch, new, n_embd) tokens.
         mask: (batch, past + new), 0 for padding; None for none.
         seen: number of tokens that each row holds already: one for all, or (batch,).
-        cached: a cache is given.
+        cached: a cache is given, or asked for.
     """
     values = {name: given[name] for name in NAMES if given.get(name) is not None}
     positions: Any = values.get("position_ids")
@@ -48,12 +48,13 @@ def take(
     if not values or (alone and _counted(positions, x, mask, seen)):
         return None
     name = next(iter(values))
-    if x.shape[0] != 1 or mask is not None or cached:
+    beside = _beside(x, mask, cached)
+    if beside is not None:
         if alone:
             raise NotImplementedError(
                 f"{owner}: position_ids must be those of attention_mask and the cache, which the model counts by itself"
             )
-        raise ValueError(f"{owner}: {name} describes the documents of one row, without attention_mask and a cache")
+        raise ValueError(f"{owner}: {beside} beside {name}, which describes the documents of one row")
     places_of = [name for name in values if not name.startswith("max_length")]
     found = {each: _offsets(owner, each, values[each].to(x.device), x.shape[1]) for each in places_of}
     if not found:
@@ -71,6 +72,15 @@ def take(
     if positions is not None and not torch.equal(positions[0].to(x.device), places):
         raise NotImplementedError(f"{owner}: position_ids must count the tokens of each document from 0")
     return Documents(offsets, longest, places)
+
+
+def _beside(x: Tensor, mask: Tensor | None, cached: bool) -> str | None:
+    """Say what must not come beside documents and does; None if nothing."""
+    if x.shape[0] != 1:
+        return f"tokens must be one row, got {x.shape[0]},"
+    if mask is not None:
+        return "attention_mask must be None or ones, got padding,"
+    return "use_cache must be False, and no cache given," if cached else None
 
 
 def _counted(positions: Tensor, x: Tensor, mask: Tensor | None, seen: int | Tensor) -> bool:

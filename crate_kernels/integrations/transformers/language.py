@@ -84,7 +84,7 @@ class LanguageBase(base.Model):
         Raises:
             ValueError: not one of ``input_ids`` and ``inputs_embeds``, a mask of another shape, a foreign cache, any
                 cache while the attention drops, more tokens than the model has positions, documents that do not agree
-                or come with padding, a cache or several rows.
+                or come with padding, a cache, ``use_cache=True`` or several rows.
             NotImplementedError: ``output_attentions``, or other ``position_ids`` than the model counts by itself.
             TypeError: a cache by both names, or by a third; any other argument.
         """
@@ -105,13 +105,15 @@ class LanguageBase(base.Model):
         past = layers[0].get_seq_length() if layers else 0
         seen = layers[0].rows() if past else 0
         rows = _Rows(owner, attention_mask, past, x)
-        row = documents.take(owner, described, x, None if rows.keep is None else attention_mask, seen, bool(layers))
+        makes_caches = not torch.is_grad_enabled() and not self.drops()
+        cached = bool(layers) or bool(use_cache and makes_caches)
+        row = documents.take(owner, described, x, None if rows.keep is None else attention_mask, seen, cached)
         longest = past + x.shape[1] if row is None else row.max_seqlen
         if longest > self.config.block_size:
             limit = f"block_size = {self.config.block_size}, the number of positions"
             raise ValueError(f"{owner}: tokens must be at most {limit}, got {longest}")
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        if use_cache and cache is None and row is None and not torch.is_grad_enabled() and not self.drops():
+        if use_cache and cache is None and row is None and makes_caches:
             cache = DynamicCache(config=self.config)
 
         x = rows.pack(x)
