@@ -31,15 +31,11 @@ class Arguments {
   uint64_t left_;
 };
 
-// Puts the results of an op where its caller looks for them.
+// Puts what an op returns where its caller looks for it; several results specialise it.
 template <class Result>
-void put(StableIValue* stack, Result result) {
-  stack[0] = torch::stable::detail::from(std::move(result));
-}
-template <class... Results>
-void put(StableIValue* stack, std::tuple<Results...> results) {
-  torch::stable::detail::box_from_tuple(stack, std::move(results));
-}
+struct Returned {
+  static void put(StableIValue* stack, Result result) { stack[0] = torch::stable::detail::from<Result>(result); }
+};
 
 template <auto function>
 struct Box;
@@ -54,7 +50,7 @@ struct Box<function> {
     if constexpr (std::is_void_v<Result>) {
       std::apply(function, std::move(values));
     } else {
-      put(stack, std::apply(function, std::move(values)));
+      Returned<Result>::put(stack, std::apply(function, std::move(values)));
     }
   }
 };

@@ -44,7 +44,7 @@ DOCSTRINGS = {"crate_kernels/models/_shared/base.py: save_pretrained"}
 
 # PyTorch's exporter to ONNX warns, of itself, and so does opacus.
 ALOUD = [pytest.mark.filterwarnings(f"ignore::{kind}Warning") for kind in ("Deprecation", "Future", "User")]
-MARKS = dict.fromkeys(("docs/tools.md", "docs/opacus.md"), ALOUD)
+MARKS = dict.fromkeys(("docs/export.md", "docs/opacus.md"), ALOUD)
 
 
 @pytest.mark.parametrize("page", [pytest.param(p, marks=MARKS.get(p, ())) for p in NEEDS])

@@ -1,12 +1,15 @@
 """What torchvision's feature extractor, counters of multiplications and adapters make of our models."""
 
 import warnings
+from copy import deepcopy
 
 import pytest
 import torch
 from torch import nn
 
+from crate_kernels._core import operator
 from tests.integrations import vision_schemas  # noqa: F401
+from tests.models.families import FAMILIES, output
 from tests.models.test_tools import CRATES, VISION, given, macs, model_of
 
 
@@ -57,3 +60,18 @@ def test_lora_adapts_every_layer(family):
     assert len(parameters) == 2 * len(names)
     merged = adapted.merge_and_unload()
     torch.testing.assert_close(merged(images), found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *CRATES])
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
+def test_torchao_quantises_every_linear_layer(family, kind):
+    quantization = pytest.importorskip("torchao.quantization", reason="needs torchao")
+    torch.manual_seed(0)
+    model, tokens = deepcopy(model_of(family)), given(family)
+    with torch.no_grad():
+        expected = output(family, model(*tokens))
+        quantization.quantize_(model, getattr(quantization, kind)())
+        found = output(family, model(*tokens))
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert all(operator.is_wrapper(module.weight) for module in linear)
+    assert 0 < (found - expected).norm() / expected.norm() < 0.1  # 8 bits in a few layers

@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <type_traits>
+#include <utility>
 
 #include <torch/csrc/stable/ops.h>
 
@@ -16,6 +18,13 @@
 #include "../tensor.h"
 
 namespace crate_kernels {
+
+template <class... Results>
+struct Returned<std::tuple<Results...>> {
+  static void put(StableIValue* stack, std::tuple<Results...> results) {
+    torch::stable::detail::box_from_tuple(stack, std::move(results));
+  }
+};
 
 struct ExportedOp {
   const char* schema;
@@ -29,7 +38,7 @@ int add_exported(ExportedOp op);
 template <class Result, class... Arguments>
 Result dispatch(const char* name, const Arguments&... arguments) {
   std::array<StableIValue, sizeof...(Arguments)> stack{torch::stable::detail::from(arguments)...};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
   if constexpr (!std::is_void_v<Result>) return torch::stable::detail::to<Result>(stack[0]);
 }
 
