@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import crate_kernels
 from crate_kernels import testing
 from crate_kernels._core import backends, measured
 from crate_kernels.cli import info, main
@@ -175,6 +176,13 @@ def test_info_says_what_compiles_for_gpus(found, expected, monkeypatch, capsys):
     assert expected in capsys.readouterr().out
     assert main(["info", "--json"]) == 0
     assert printed(capsys)["nvrtc"].get("reason") == reason
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert not ended.value.code
+    assert capsys.readouterr().out == f"crate_kernels {crate_kernels.__version__}\n"
 
 
 def test_a_reader_that_goes_ends_the_command_without_a_traceback():

@@ -1,8 +1,10 @@
-"""dir of each public package shows its public names alone, which are all there."""
+"""dir of each public package shows its public names alone, which are all there, and their arguments are as recorded."""
 
 import importlib
 
 import pytest
+
+from tests.core import signatures
 
 PACKAGES = {
     "crate_kernels": (),
@@ -23,3 +25,8 @@ def test_dir_shows_the_public_names(name, more):
     package = importlib.import_module(name)
     assert dir(package) == sorted([*package.__all__, *more])
     assert all(hasattr(package, each) for each in dir(package))
+
+
+def test_signatures_are_those_of_the_record():
+    """A change of a public argument or default is a decision: python -m tests.core.signatures records it."""
+    assert signatures.lines() == signatures.RECORDED.read_text().splitlines()
