@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from crate_kernels._core import backends
 from tests.apart.call import HOPPER
 from tests.tools import fresh
 
@@ -27,8 +28,10 @@ def taking_hopper(pairs):
     from crate_kernels.ops.mssa.cuda import heads, long_pairs, long_rows
 
     every = (heads.FORWARD, heads.BACKWARD, long_rows.FORWARD, long_pairs.BACKWARD if pairs else long_rows.BACKWARD)
-    torch.ops.crate_kernels_C.emulated_device(90, 4, 227 * 1024, False, False)
     with ExitStack() as stack:
+        emulate = torch.ops.crate_kernels_C.emulated_device
+        emulate(90, 4, 227 * 1024, False, False)
+        stack.callback(emulate, 80, 4, 163 * 1024, False, False)
         for one in every:
             stack.enter_context(table.forced(one, one.candidates[0]))
         yield
@@ -55,6 +58,7 @@ def ready(backend):
                 raise SystemExit(f"the CUDA emulator {reason}")
             emulated.load()
             natives.register(backend)
+            stack.callback(backends.unregister, backend)
         if backend in HOPPER:
             stack.enter_context(taking_hopper(backend == "pairs"))
         patch = stack.enter_context(pytest.MonkeyPatch.context())

@@ -21,23 +21,29 @@ CAPABILITIES = (75, 80, 90)
 PLANNED = tuple(op for op in backends.OPS if backends._is_there(f"crate_kernels.ops.{op}.cuda"))
 
 
-def kernels(op):
-    """List the kernels that an operator's planner launches."""
-    return import_module(f"crate_kernels.ops.{op}.cuda").kernels()
+def kernels(op, capability=None):
+    """List the kernels that an operator's planner launches on any GPU; with those of a GPU's own, if one is given."""
+    planner = import_module(f"crate_kernels.ops.{op}.cuda")
+    own = getattr(planner, "hopper_kernels", list) if capability == 90 else list
+    return [*planner.kernels(), *own()]
 
 
 def compiled(compiler, kernel, capability):
-    """Compile a kernel; return the cubin, and the report on every kernel in it."""
+    """Compile a kernel; return the cubin, and the report on every kernel in it.
+
+    The assembler may not wait for products of warp groups where the program does not: it says so by C75xx.
+    """
     options = [*cubins.options(compiler), "--ptxas-options=-v"]
     texts = sources.headers(kernel.header)
     made = compiler.compile(sources.unit(kernel), compiler.architecture(capability), options, texts, [kernel.name])
+    assert "(C75" not in made.said, made.said
     return made.binary, report.kernels(made.said)
 
 
 def measured(compiler, op, capability):
     """Return registers, spilled bytes and static shared memory of an operator's kernels, by name."""
     found = {}
-    for kernel in kernels(op):
+    for kernel in kernels(op, capability):
         for one in compiled(compiler, kernel, capability)[1]:
             found[one.name] = [one.registers, one.spills, one.shared]
     return found

@@ -31,6 +31,27 @@ def test_registers_and_spills_do_not_grow(op, capability):
     assert grown == {}
 
 
+# Of sm_90a alone: one of each kind, which the usual suite compiles too.
+HOPPER = (
+    "head_forward_kernel<bf16, 64, 208, false>",
+    "head_backward_kernel<bf16, 64, 208, false, false>",
+    "long_forward_kernel<bf16, 64, true>",
+    "long_backward_kernel<bf16, 64, false>",
+    "long_pairs_kernel<bf16, 64, false>",
+)
+
+
+@pytest.mark.parametrize("name", HOPPER)
+def test_a_kernel_of_hopper_spills_nothing(name):
+    compiler = compilers.needed()
+    (kernel,) = (one for one in resources.kernels("mssa", 90) if one.name == f"mssa::{name}")
+    assert kernel not in resources.kernels("mssa", 80)
+    (found,) = resources.compiled(compiler, kernel, 90)[1]
+    assert found.spills == 0
+    if "{}.{}".format(*compiler.version) == RECORDED["nvrtc"]:
+        assert found.registers <= RECORDED["kernels"]["mssa"]["sm_90"][kernel.name][0]
+
+
 def test_a_part_is_recorded_and_the_rest_is_left(tmp_path, monkeypatch):
     path, asked = tmp_path / "resources.json", []
     old = {"nvrtc": "9.9", "kernels": {"ista": {"sm_80": {"a": [1, 2, 3]}, "sm_90": {}}, "tssa": {"sm_90": {}}}}

@@ -1,8 +1,9 @@
 """The first minutes on a GPU: ``python -m tests.gpu.smoke --out FOLDER --seconds S --workers N``.
 
-Items: the machine; every form of every operator once in bf16 against float64, on each kernel backend; generation by a
-captured step; persistent products; calls for which None takes what was timed to be the fastest; the kernels of sm_90a;
-the assembler's warnings (C75xx) of the main Triton kernels; and, where compute-sanitizer is, small calls under it.
+Items: the machine; the kernels of sm_90a in bf16; every form of every operator once in bf16 against float64, on each
+kernel backend; generation by a captured step; persistent products; calls for which None takes what was timed to be the
+fastest; the kernels of sm_90a in fp16; the assembler's warnings (C75xx) of the main Triton kernels; and, where
+compute-sanitizer is, small calls under it.
 """
 
 import argparse
@@ -184,12 +185,31 @@ def sanitize(op, backend, what=None, tool="memcheck"):
     return {"said": done.stdout[-200:]}
 
 
+def of_hopper(dtype):
+    """Return the items of the kernels of sm_90a in one dtype; no GPU has run these, so that they tell the most."""
+    found, name = {}, str(dtype).removeprefix("torch.")
+    every = (
+        ("heads backward", heads.Heads, heads.CASES),
+        ("rows backward", heads.LongRows, heads.LONG_CASES),
+        ("pairs backward", heads.LongPairs, heads.LONG_CASES),
+        ("heads forward", heads.Heads, {**heads.CASES, **heads.FORWARD_CASES}),
+        ("rows forward", heads.LongRows, heads.LONG_CASES),
+    )
+    for what, kind, cases in every:
+        for case in cases:
+            found[f"{what} {case} {name}"] = partial(hopper, kind, what.split()[1], case, dtype)
+    for what, (module, kind, _) in CLUSTERS.items():
+        for case in {**module.CASES, **module.MORE}:
+            found[f"{what} {case} {name}"] = partial(clusters, kind, case, dtype)
+    return found
+
+
 def items(dry_run):
     """Return the items by name, in the order in which they run."""
     if dry_run:
         case = next(case for case in testing.CASES if case.op == "tssa")
         return {"machine": describe, f"triton {case}": lambda: check(case, "triton", torch.float32, "cpu")}
-    found = {"machine": describe}
+    found = {"machine": describe} | of_hopper(torch.bfloat16)
     for case in forms():
         for backend in BACKENDS:
             found[f"{backend} {case}"] = lambda case=case, backend=backend: check(case, backend, torch.bfloat16, "cuda")
@@ -198,20 +218,7 @@ def items(dry_run):
     found |= {
         f"none {case}": lambda case=case, dtype=dtype: check(case, None, dtype, "cuda") for case, dtype in classes()
     }
-    every = (
-        ("heads backward", heads.Heads, heads.CASES),
-        ("heads forward", heads.Heads, {**heads.CASES, **heads.FORWARD_CASES}),
-        ("rows backward", heads.LongRows, heads.LONG_CASES),
-        ("rows forward", heads.LongRows, heads.LONG_CASES),
-        ("pairs backward", heads.LongPairs, heads.LONG_CASES),
-    )
-    for (name, kind, cases), dtype in itertools.product(every, (torch.bfloat16, torch.float16)):
-        for case in cases:
-            item = partial(hopper, kind, name.split()[1], case, dtype)
-            found[f"{name} {case} {str(dtype).removeprefix('torch.')}"] = item
-    for name, (module, kind, _) in CLUSTERS.items():
-        for case, dtype in itertools.product({**module.CASES, **module.MORE}, (torch.bfloat16, torch.float16)):
-            found[f"{name} {case} {str(dtype).removeprefix('torch.')}"] = partial(clusters, kind, case, dtype)
+    found |= of_hopper(torch.float16)
     try:
         from tests.tools.aot.families import FAMILIES
     except ImportError:  # no Triton

@@ -11,7 +11,7 @@ from crate_kernels._triton import table
 from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.cuda import long_pairs, long_rows
 from tests.ops import test_uncovered
-from tests.ops.mssa.heads import LONG_CASES, LongPairs
+from tests.ops.mssa.heads import LONG_CASES, LongPairs, often_both_ways
 from tests.ops.mssa.pairs_broken import BROKEN
 from tests.ops.mssa.test_cuda_heads import DTYPES, HOPPER, SPREADS, in_every_order, large, ones, run_and_check
 from tests.ops.mssa.test_cuda_heads_taken import both_ways, hopper  # noqa: F401  # a fixture
@@ -20,16 +20,9 @@ from tests.ops.mssa.test_cuda_long_taken import FORWARD, taking
 KERNELS = ["long_range_kernel", "long_scale_kernel", "long_delta_kernel", "long_pairs_kernel", "long_round_kernel"]
 BACKWARD = [*KERNELS, "mma_left_shift_kernel", "mma_left_backward_kernel"]
 ELSEWHERE = pytest.mark.exhaustive
-USUAL = (("packed", False), ("causal-padded", True))  # a case of each kernel
 
 
-def named(case, early):
-    """Return a case by its name, of the usual suite or not."""
-    name = f"{case}-at-the-{'issue' if early else 'wait'}"
-    return pytest.param(case, early, id=name, marks=[] if (case, early) in USUAL else [ELSEWHERE])
-
-
-@pytest.mark.parametrize(("case", "early"), [named(case, early) for case in LONG_CASES for early in (False, True)])
+@pytest.mark.parametrize(("case", "early"), often_both_ways(LONG_CASES, ["packed"], ["causal-padded"]))
 def test_the_backward_by_pairs(case, early, device):
     device(**HOPPER, early=early)
     run_and_check(LongPairs(case, torch.bfloat16))

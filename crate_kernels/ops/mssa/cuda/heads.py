@@ -140,6 +140,7 @@ def kernels() -> list[Kernel]:
     backwards = [(64, 208, False), (64, 208, True), (48, 208, False), (32, 208, False), (128, 208, False)]
     backwards += [(64, 64, False), (64, 256, False)]
     forwards = [(64, 208), (48, 208), (32, 208), (128, 208), (64, 64), (64, 256), (128, 256)]
+    forwards += [(64, 112), (32, 112), (128, 96)]  # those with the most registers
     return [
         *(_kernel(dtype, *shape, causal) for dtype in TYPES for shape in backwards for causal in (False, True)),
         *(_forward_kernel(dtype, *shape, causal) for dtype in TYPES for shape in forwards for causal in (False, True)),
