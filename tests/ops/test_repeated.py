@@ -152,28 +152,6 @@ def test_transforms_work_on_a_repeated_call(name):
     torch.testing.assert_close(torch.vmap(lambda t: call(t, *others))(w[None]), call(w, *others)[None])
 
 
-@each
-def test_autocast_is_obeyed_on_a_repeated_call(name):
-    call, make = known(name)
-    tensors = make()
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = call(*tensors, backend="reference")
-        found = call(*tensors)
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
-    assert call(*tensors).dtype == torch.float32
-
-
-def test_what_autocast_did_is_not_repeated_without_it():
-    call, make = call_of("ista")
-    with torch.autocast("cpu", torch.bfloat16):
-        for _ in range(4):
-            call(*make())
-    torch.testing.assert_close(call(*make()), ck.ista(*make(), backend="reference"))
-    for _ in range(4):
-        torch.testing.assert_close(call(*make()), ck.ista(*make(), backend="reference"))
-
-
 class Seen(TorchDispatchMode):
     """Notes our ops, and their arguments."""
 
@@ -325,22 +303,6 @@ def test_both_passes_of_a_repeated_call_are_their_plans_alone(name, monkeypatch)
     monkeypatch.setattr(plan.Planned, "__call__", None)  # what the ops ask for a plan
     found = both(call, make(seed=4))
     assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
-
-
-@pytest.mark.parametrize("name", ["mssa-lse", "tssa-members"])
-@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1)], ids=["out", "second", "both"])
-def test_each_upstream_gradient_of_a_repeated_call_is_its_own(name, wanted):
-    call, make = known(name)
-
-    def grads(**options):
-        w, *others = make(seed=5)
-        leaves = [t.clone().requires_grad_() for t in (w, *others)]
-        found = call(*leaves, **options)
-        return torch.autograd.grad(sum(found[i].square().sum() for i in wanted), leaves)
-
-    for _ in range(4):
-        for one, other in zip(grads(), grads(backend="reference"), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("calls", [1, 4], ids=["without a plan", "by its plan"])
