@@ -137,6 +137,34 @@ def test_class_names_are_unique():
     assert {found: where for found, where in places.items() if len(where) > 1} == {}
 
 
+def cpp_types(text):
+    """Yield the types that C++ defines, by name and whether inside another type; specialisations are left out."""
+    text = re.sub(r'//[^\n]*|"(?:\\.|[^"\\])*"', " ", text)
+    opens = (
+        r"\b(?:enum\s+class|enum|struct|class|union)\s+(?:alignas\([^)]*\)\s+)?(\w+)\s*(?:final\s*)?"
+        r"(<[^;{}()]*>)?\s*(?::(?!:)[^{;]*)?\{|[{}]"
+    )
+    scopes = []  # True: of a type
+    for match in re.finditer(opens, text):
+        if match[0] == "}":
+            scopes.pop()
+            continue
+        if match[1] and not match[2]:
+            yield match[1], any(scopes)
+        scopes.append(bool(match[1]))
+
+
+def test_cpp_type_names_are_unique():
+    """Types inside others may share a name with each other, as those of interchangeable policies do."""
+    places = defaultdict(list)
+    for path in sorted((ROOT / "csrc").rglob("*.*")):
+        for found, inner in cpp_types(path.read_text()):
+            places[found].append((inner, str(path.relative_to(ROOT))))
+    assert len(places) > 100
+    twice = {found: where for found, where in places.items() if len(where) > 1 and not all(inner for inner, _ in where)}
+    assert twice == {}
+
+
 def listed(path):
     """Return the lines of the one list of operators."""
     lists = [n for n in nodes(path) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "OPS"]

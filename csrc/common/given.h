@@ -34,7 +34,7 @@ class Given {
   // A tensor that kernels read in any strides.
   void strided(const char* name, const Tensor& t, ScalarType dtype, const Sizes& sizes) const {
     if (here(t) && t.scalar_type() == dtype) {
-      const View v = view_of(t);
+      const TensorView v = view_of(t);
       if (v.dims == sizes.dims && std::equal(v.sizes, v.sizes + v.dims, sizes.at)) return in_memory(name, t, v);
     }
     refuse(name, described(dtype_name(dtype), sizes.at, sizes.dims) + " on cpu", t);
@@ -96,19 +96,19 @@ class Given {
 
   static bool here(const Tensor& t) { return type_of(t) == aoti_torch_device_type_cpu(); }
 
-  struct View {
+  struct TensorView {
     int64_t dims = 0, *sizes = nullptr, *strides = nullptr;
   };
 
-  static View view_of(const Tensor& t) {
-    View v;
+  static TensorView view_of(const Tensor& t) {
+    TensorView v;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(t.get(), &v.dims));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(t.get(), &v.sizes));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(t.get(), &v.strides));
     return v;
   }
 
-  void in_memory(const char* name, const Tensor& t, const View& v) const {
+  void in_memory(const char* name, const Tensor& t, const TensorView& v) const {
     int64_t offset = 0, bytes = 0;
     int32_t dtype = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));

@@ -183,16 +183,16 @@ class NoGrad {
 };
 
 // The tensors of one run. Inputs are borrowed, the others owned.
-class Registers {
+class RunTensors {
  public:
-  explicit Registers(int borrowed) : borrowed_(borrowed) {}
-  ~Registers() {
+  explicit RunTensors(int borrowed) : borrowed_(borrowed) {}
+  ~RunTensors() {
     for (int i = borrowed_; i < count_; ++i) {
       if (tensors_[i] != nullptr) aoti_torch_delete_tensor_object(tensors_[i]);
     }
   }
-  Registers(const Registers&) = delete;
-  Registers& operator=(const Registers&) = delete;
+  RunTensors(const RunTensors&) = delete;
+  RunTensors& operator=(const RunTensors&) = delete;
 
   bool push(AtenTensorHandle t) {
     tensors_[count_] = t;
@@ -214,7 +214,7 @@ class Registers {
   void* addresses_[kMostRegisters];
 };
 
-bool launch(const Launch& l, const Registers& registers, void* stream) {
+bool launch(const Launch& l, const RunTensors& registers, void* stream) {
   if (static_cast<uint64_t>(l.grid[0]) * l.grid[1] * l.grid[2] == 0) return true;
   alignas(64) unsigned char bytes[kMostParameterBytes];
   void* parameters[kMostParameters];
@@ -249,7 +249,7 @@ StableIValue bits_of(AtenTensorHandle handle) {
   return bits;
 }
 
-bool call_kernel(const Operation& o, const Registers& registers) {
+bool call_kernel(const Operation& o, const RunTensors& registers) {
   StableIValue stack[48];
   const size_t count = o.arguments.size();
   if (count > 48) return false;
@@ -270,7 +270,7 @@ bool call_kernel(const Operation& o, const Registers& registers) {
   return torch_call_dispatcher(name.c_str(), "", stack, TORCH_ABI_VERSION) == 0;
 }
 
-AtenTensorHandle sum(const Operation& o, const Registers& registers) {
+AtenTensorHandle sum(const Operation& o, const RunTensors& registers) {
   using torch::stable::detail::from;
   StableIValue stack[4] = {bits_of(registers.copy(o.operands[0])), from(std::optional<std::vector<int64_t>>(o.dims)),
                            from(false), from(std::nullopt)};
@@ -280,7 +280,7 @@ AtenTensorHandle sum(const Operation& o, const Registers& registers) {
   return result;
 }
 
-bool run(const Operation& o, const Library& library, Registers& registers) {
+bool run(const Operation& o, const Library& library, RunTensors& registers) {
   const auto at = [&](int i) { return registers[o.operands[i]]; };
   AtenTensorHandle made = nullptr;
   switch (o.kind) {
@@ -315,7 +315,7 @@ bool run(const Operation& o, const Library& library, Registers& registers) {
 
 // Runs a plan on the tensors of a call and gives handles of its first results; false: nothing is given.
 bool run(const Plan& p, const AtenTensorHandle* inputs, int count, AtenTensorHandle* results, int wanted) {
-  Registers registers(count);
+  RunTensors registers(count);
   for (int i = 0; i < count; ++i) {
     if (!registers.push(inputs[i])) return false;
   }

@@ -60,7 +60,7 @@ inline void check_decode(const Tensor& w, const Tensor& data, const Tensor& leng
 }
 
 // Tokens of a range, and what a backward is given of them.
-struct Side {
+struct RangeTensors {
   const Tensor &w, &dout, &lse, &delta, &dlse;
 };
 
@@ -84,8 +84,8 @@ inline void check_rectangular_forward(const Tensor& rows, const Tensor& columns,
   given.numbers("lse", lse, own.rows());
 }
 
-inline void check_rectangular_backward(const Side& rows, const Side& columns, const MssaRectangularCall& call,
-                                       const Tensor& dw) {
+inline void check_rectangular_backward(const RangeTensors& rows, const RangeTensors& columns,
+                                       const MssaRectangularCall& call, const Tensor& dw) {
   const Given given("mssa backward", "rows", rows.w);
   const ScalarType dtype = rows.w.scalar_type();
   const auto [own, others] = check_rectangle(given, rows.w, columns.w, call);

@@ -38,10 +38,10 @@ Shared::~Shared() {
   alone_until.store(now + kAlone * std::min(lost, kMostLost), std::memory_order_relaxed);
 }
 
-Shared::Thread::Thread(Shared& region)
+Shared::Worker::Worker(Shared& region)
     : region_(region), start_(nanoseconds(CLOCK_MONOTONIC)), ran_before_(nanoseconds(CLOCK_THREAD_CPUTIME_ID)) {}
 
-Shared::Thread::~Thread() {
+Shared::Worker::~Worker() {
   const int64_t ran = nanoseconds(CLOCK_THREAD_CPUTIME_ID) - ran_before_;
   region_.ran_ += ran;
   if (std::this_thread::get_id() == region_.caller_) {

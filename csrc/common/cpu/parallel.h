@@ -31,12 +31,12 @@ class Shared {
   Shared& operator=(const Shared&) = delete;
 
   // Lives on each thread of the region while that thread has tasks.
-  class Thread {
+  class Worker {
    public:
-    explicit Thread(Shared& region);
-    ~Thread();
-    Thread(const Thread&) = delete;
-    Thread& operator=(const Thread&) = delete;
+    explicit Worker(Shared& region);
+    ~Worker();
+    Worker(const Worker&) = delete;
+    Worker& operator=(const Worker&) = delete;
 
    private:
     Shared& region_;
@@ -70,7 +70,7 @@ void for_each_task(int64_t count, const Task& task, int64_t most = INT64_MAX) {
   std::atomic<bool> failed{false};
   std::exception_ptr failure;  // of the first thread that fails: the stable interface does not pass it on
   torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    const Shared::Thread thread(region);
+    const Shared::Worker thread(region);
     try {
       Arena arena;
       for (int64_t i = take(); i < count; i = take()) task(i, arena);

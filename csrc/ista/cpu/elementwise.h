@@ -7,7 +7,7 @@
 namespace {
 namespace ista {
 
-using crate_kernels::IstaUpdate;
+using crate_kernels::IstaCpuUpdate;
 using crate_kernels::Operand;
 
 constexpr int kSegment = 256;  // elements converted at a time; they fit the first-level cache
@@ -32,7 +32,7 @@ CRATE_INLINE void finish(const Operand& operand, int64_t at, int n, const float*
 // ivdep: if the output is an input, they overlap element for element. The compiler's own overlap test would send every
 // in-place call to a scalar loop.
 
-void update(const IstaUpdate& u, int64_t begin, int64_t end) {
+void update(const IstaCpuUpdate& u, int64_t begin, int64_t end) {
   alignas(64) float scratch[4][kSegment];
   const float scale = u.scale, threshold = u.threshold;
   for (int64_t at = begin; at < end; at += kSegment) {

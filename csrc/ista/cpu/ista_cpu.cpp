@@ -30,13 +30,13 @@ void update(Tensor product, std::optional<Tensor> base, std::optional<Tensor> ga
             bool nonnegative, Tensor out) {
   const Given given("ista", "out", out);
   const int64_t numel = out.numel();
-  const IstaUpdate u = {given.elements("product", product, numel),
-                        given.elements("base", base, numel),
-                        given.elements("gate", gate, numel),
-                        given.elements("out", out, numel),
-                        static_cast<float>(scale),
-                        static_cast<float>(threshold),
-                        nonnegative};
+  const IstaCpuUpdate u = {given.elements("product", product, numel),
+                           given.elements("base", base, numel),
+                           given.elements("gate", gate, numel),
+                           given.elements("out", out, numel),
+                           static_cast<float>(scale),
+                           static_cast<float>(threshold),
+                           nonnegative};
   const IstaKernels& k = kernels();
   // One contiguous part per thread, cut as the products before and after cut their rows: each core reads from its own
   // cache. With the next free chunk per thread instead, the product that follows was 10-30% slower.

@@ -8,7 +8,7 @@
 namespace crate_kernels {
 
 // out = shrink(base + scale * product) where gate is nonzero, else 0.
-struct IstaUpdate {
+struct IstaCpuUpdate {
   Operand product, base, gate, out;
   float scale, threshold;
   bool nonnegative;  // shrink(v) = max(v - threshold, 0), else sign(v) max(|v| - threshold, 0)
@@ -59,7 +59,7 @@ struct IstaFew {
 
 struct IstaKernels {
   // Elements [begin, end). The output may be any of the inputs.
-  void (*update)(const IstaUpdate&, int64_t begin, int64_t end);
+  void (*update)(const IstaCpuUpdate&, int64_t begin, int64_t end);
   // Band `band` of out = a - b. b is symmetric, and stored only from each band's own columns on.
   void (*subtract_symmetric)(const IstaSquare&, int64_t band);
   // Band `band` of out = a + a^T.

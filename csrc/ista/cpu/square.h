@@ -13,7 +13,7 @@ using crate_kernels::IstaTranspose;
 constexpr int kBand = crate_kernels::kIstaBand;
 
 // The rows of one band, columns [begin, begin + kBand) of the matrix.
-struct Tile {
+struct BandTile {
   alignas(64) float at[kBand][kBand];
 };
 
@@ -51,7 +51,7 @@ CRATE_INLINE void combine(const IstaSquare& s, int64_t row, int64_t column, int 
 }
 
 CRATE_INLINE void combine_transposed(const IstaSquare& s, int64_t row, int64_t column, float sign, const float* b) {
-  Tile tile;
+  BandTile tile;
   const int64_t rows = least(kBand, s.dim - row);
   const int n = static_cast<int>(least(kBand, s.dim - column));
   transpose_rows(b + column * s.dim + row, s.dim, n, rows, tile.at[0], kBand);

@@ -20,7 +20,7 @@ class Backward : Measure<T> {
   using Base = Measure<T>;
   using Base::key_panels_, Base::half_norm_, Base::mass_, Base::staging_, Base::dropout_, Base::p_, Base::head_;
   using Base::keys_, Base::width_, Base::words_, Base::factor_, Base::part_, Base::parts_, Base::panel_at;
-  using Base::rows_at, Base::dout_panels_, Base::given_, Base::exact_, Base::exact, Base::weights_;
+  using Base::rows_at, Base::dout_panels_, Base::row_stats_, Base::exact_, Base::exact, Base::weights_;
   using Base::shift_, Base::sum_, Base::delta_, Base::ahead_;
 
  public:
@@ -37,8 +37,8 @@ class Backward : Measure<T> {
     shares_ = shares(p_, head_.nkeys, share);
     Base::fetch_ahead(head_.dw, {&MssaHead::w, &MssaHead::out, &MssaHead::dout});
     find_keys();
-    const Extent extent(half_norm_, keys_.count);
-    if (keys_.count > 0) tallest_ = fmaxf(fabsf(extent.least), fabsf(extent.most));
+    const HalfNormRange extent(half_norm_, keys_.count);
+    if (keys_.count > 0) max_half_norm_ = fmaxf(fabsf(extent.least), fabsf(extent.most));
     if (p_.dtype != Dtype::f32 && !p_.dropout && !p_.threshold) Base::find_rounding();
     const bool paired = Base::pairs_allowed(extent) && pairs_given();
     if (paired) pairs(extent.most);
@@ -76,13 +76,13 @@ class Backward : Measure<T> {
   float* key_share(int block) const { return shares_.as_key + static_cast<int64_t>(block) * kTile * width_; }
 
   // The terms of up to kTile tokens that are subtracted from products with dout, and added.
-  struct Terms {
+  struct RowTerms {
     float *delta, *rest, *dlse;
   };
 
   // Packs dout of up to kTile tokens as a panel, and leaves it in staging_. Computes the sum delta + rest = dout . out,
   // and dlse. If factor is given, all are multiplied by factor[n].
-  void pack_dout(const int32_t* token, int count, const float* factor, float* panel, const Terms& terms) {
+  void pack_dout(const int32_t* token, int count, const float* factor, float* panel, const RowTerms& terms) {
     const int64_t width = staging_width(p_.head_dim);
     if (head_.dout.data == nullptr) {
       memset(staging_, 0, round_up(count, kLanes) * width * sizeof(float));
@@ -107,17 +107,18 @@ class Backward : Measure<T> {
     int untrusted = 0;
     for (int k = 0; k < keys_.count; ++k) {
       const int32_t token = keys_.token[k];
-      given_[token] = Base::given(token, keys_.count, tallest_);
-      untrusted += given_[token] != Given::both && (given_[token] != Given::sum || parts_ > 1);
+      row_stats_[token] = Base::classify_row(token, keys_.count, max_half_norm_);
+      untrusted +=
+          row_stats_[token] != RowStats::from_forward && (row_stats_[token] != RowStats::sum_only || parts_ > 1);
     }
     // Each part would measure the rows of all. Of tall heads rows are more exact: their weights are divided first.
-    return untrusted == 0 || (p_.dtype == Dtype::f32 && parts_ == 1 && tallest_ <= kTallestPairs);
+    return untrusted == 0 || (p_.dtype == Dtype::f32 && parts_ == 1 && max_half_norm_ <= kTallestPairs);
   }
 
   // Collects the rows without delta, and measures them by blocks.
   template <class Measure>
   void collect(int32_t token, const Measure& measure) {
-    if (!is_measured(given_[token])) return;
+    if (!needs_recompute(row_stats_[token])) return;
     untrusted_[untrusted_count_++] = token;
     if (untrusted_count_ == kTile) measure_collected(measure);
   }
@@ -134,11 +135,11 @@ class Backward : Measure<T> {
 
   void find_inverses(float largest) {
     bool sums = false;
-    for (int k = 0; k < keys_.count; ++k) sums = sums || given_[keys_.token[k]] == Given::delta;
+    for (int k = 0; k < keys_.count; ++k) sums = sums || row_stats_[keys_.token[k]] == RowStats::delta_only;
     if (sums) sum_pairs(largest);
     Base::unit_masses();
     const auto inverse = [&](int32_t t) { return inverse_of(t, largest, shift_[t], sum_[t]); };
-    const auto measure = [&](const int32_t* token, int count) { Base::measure(token, count, inverse); };
+    const auto measure = [&](const int32_t* token, int count) { Base::recompute_row_stats(token, count, inverse); };
     for (int k = 0; k < keys_.count; ++k) collect(keys_.token[k], measure);
     measure_collected(measure);
     // All keys in vectors; those whose lse does not serve are replaced below.
@@ -152,8 +153,8 @@ class Backward : Measure<T> {
     }
     for (int k = 0; k < keys_.count; ++k) {
       const int32_t t = keys_.token[k];
-      if (is_measured(given_[t])) inverse_[k] = inverse(t);
-      if (given_[t] == Given::delta) inverse_[k] = 1.0f / total_of(sums_, k);
+      if (needs_recompute(row_stats_[t])) inverse_[k] = inverse(t);
+      if (row_stats_[t] == RowStats::delta_only) inverse_[k] = 1.0f / total_of(sums_, k);
     }
   }
 
@@ -175,7 +176,7 @@ class Backward : Measure<T> {
     Base::pair_masses(largest);
     for (int b = 0; b < keys_.blocks; ++b) {
       const int count = in_block(keys_.count, b), first = b * kTile;
-      const Terms terms = {terms_.delta + first, terms_.rest + first, terms_.dlse + first};
+      const RowTerms terms = {terms_.delta + first, terms_.rest + first, terms_.dlse + first};
       pack_dout(keys_.token + first, count, inverse_ + first, dout_panels_ + panel_at(b), terms);
       for (int n = 0; n < count; ++n) use_measured(keys_.token[first + n], n, terms);
       pack_rows<T>(staging_, width, width_, count, dout_rows_ + rows_at(b));
@@ -188,8 +189,8 @@ class Backward : Measure<T> {
     });
   }
 
-  void use_measured(int32_t token, int n, const Terms& terms) const {
-    if (!is_measured(given_[token])) return;
+  void use_measured(int32_t token, int n, const RowTerms& terms) const {
+    if (!needs_recompute(row_stats_[token])) return;
     terms.delta[n] = delta_[token];
     terms.rest[n] = 0.0f;
   }
@@ -234,10 +235,10 @@ class Backward : Measure<T> {
     if (p_.threshold) {
       Base::find_bounds_of_keys();
     } else if (head_.delta == nullptr) {
-      const auto measure = [this](const int32_t* token, int count) { Base::measure(token, count); };
+      const auto measure = [this](const int32_t* token, int count) { Base::recompute_row_stats(token, count); };
       Base::for_each_query_block(padded_only, [&](Block& b) {
         for (int r = 0; r < b.count; ++r) {
-          given_[b.token[r]] = Base::given(b.token[r], b.stop[r] - b.first[r], tallest_);
+          row_stats_[b.token[r]] = Base::classify_row(b.token[r], b.stop[r] - b.first[r], max_half_norm_);
           collect(b.token[r], measure);
         }
       });
@@ -248,13 +249,13 @@ class Backward : Measure<T> {
 
   // Finds shifts of a block, the factors that make its weights probabilities, and the deltas of measured rows. True if
   // the weights must be summed to make probabilities of them.
-  bool shift_rows(Block& b, float* residual, const Terms& terms) const {
+  bool shift_rows(Block& b, float* residual, const RowTerms& terms) const {
     bool sums = false;
     for (int r = 0; r < kTile; ++r) {
       const int32_t t = b.token[r];
       const bool real = b.has_keys(r);
-      const Given given = real && head_.delta == nullptr ? given_[t] : Given::both;
-      if (is_measured(given)) {
+      const RowStats stats = real && head_.delta == nullptr ? row_stats_[t] : RowStats::from_forward;
+      if (needs_recompute(stats)) {
         b.shift[r] = shift_[t];
         residual[r] = 1.0f / sum_[t];
         use_measured(t, r, terms);
@@ -263,9 +264,9 @@ class Backward : Measure<T> {
       const double lse = head_.lse[t] * kLog2e;
       b.shift[r] = real ? static_cast<float>(lse) : kNoKeys;
       // The factor is the rounding error of the shift, unless sums of the weights have it.
-      const bool exact = real && given == Given::both;
+      const bool exact = real && stats == RowStats::from_forward;
       residual[r] = exact ? exp2f(static_cast<float>(b.shift[r] - lse)) : 1.0f;
-      sums = sums || given != Given::both;
+      sums = sums || stats != RowStats::from_forward;
     }
     return sums;
   }
@@ -299,7 +300,7 @@ class Backward : Measure<T> {
     alignas(64) float sums[kTile];
     Base::weigh(b, queries, sums, nullptr);
     for (int r = 0; r < b.count; ++r) {
-      if (!is_measured(given_[b.token[r]])) factor[r] /= sums[r];
+      if (!needs_recompute(row_stats_[b.token[r]])) factor[r] /= sums[r];
     }
   }
 
@@ -324,7 +325,7 @@ class Backward : Measure<T> {
       pack_rows<T>(staging_, width, width_, b.count, query_rows_);
     }
     alignas(64) float residual[kTile], least[kTile], delta[kTile], rest[kTile], dlse[kTile];
-    const Terms terms = {delta, rest, dlse};
+    const RowTerms terms = {delta, rest, dlse};
     // dP - delta cancels: the residual may scale the difference, but not round its terms.
     pack_dout(b.token, b.count, nullptr, dout_panels_, terms);
     if (p_.threshold) {
@@ -371,12 +372,12 @@ class Backward : Measure<T> {
   MssaShares shares_;
   float *mass_panels_, *keys_rows_, *dout_rows_, *query_rows_;
   float* inverse_;  // by key, as are the terms
-  Terms terms_;
-  Sums sums_ = {};      // of the pairs' weights
+  RowTerms terms_;
+  TileSums sums_ = {};  // of the pairs' weights
   int32_t* untrusted_;  // tokens
   int untrusted_count_ = 0;
-  float tallest_ = 0.0f;  // the largest |half_norm|
-  Tile<T> gradients_;
+  float max_half_norm_ = 0.0f;  // the largest |half_norm|
+  WeightTile<T> gradients_;
 };
 
 template <class T>

@@ -16,8 +16,8 @@ namespace {
 constexpr float kLeastSum = 0x1p-40f;
 
 template <class T>
-class Forward : Head<T> {
-  using Base = Head<T>;
+class Forward : HeadTiles<T> {
+  using Base = HeadTiles<T>;
   using Base::half_norm_, Base::mass_, Base::staging_, Base::dropout_;
   using Base::p_, Base::head_, Base::keys_, Base::width_, Base::parts_, Base::rows_at, Base::ahead_;
 
@@ -29,7 +29,7 @@ class Forward : Head<T> {
     Base::fetch_ahead(head_.out, {&MssaHead::w});
     keys_.find(head_);
     Base::pack_keys(nullptr);
-    const Extent extent(half_norm_, keys_.count);
+    const HalfNormRange extent(half_norm_, keys_.count);
     const bool paired = parts_ == 1 && Base::pairs_allowed(extent);
     if (paired) pairs(extent.most);
     if (!paired || !Base::queries_are_keys()) rows(paired);
@@ -166,8 +166,8 @@ class Forward : Head<T> {
   }
 
   float *values_, *out_;
-  Sums sums_ = {}, exact_sums_ = {};
-  Tile<T> tile_;
+  TileSums sums_ = {}, exact_sums_ = {};
+  WeightTile<T> tile_;
 };
 
 template <class T>

@@ -31,7 +31,7 @@ struct ScoreGradients {
 };
 
 template <class T, bool kRatios = false>
-void compute_gradients(const ScoreGradients& s, Tile<T>& gradients) {
+void compute_gradients(const ScoreGradients& s, WeightTile<T>& gradients) {
   const ChannelProducts<T> by_row(s.row.dout, s.column.w, s.words, s.rows, s.columns);
   const ChannelProducts<T> by_column(s.row.w, s.column.dout, s.column.dout == nullptr ? 0 : s.words, s.rows, s.columns);
   by_length<T>(s.words, [&](auto longer) CRATE_LAMBDA {

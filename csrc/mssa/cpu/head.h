@@ -28,7 +28,7 @@ constexpr float kLeastLevel = 0x1p-38f;
 constexpr float kNoKeys = 1e30f;
 
 // The tokens that are keys, numbered in order; padded ones leave no gap.
-struct Keys {
+struct KeyList {
   int count = 0;
   int blocks = 0;
   int32_t* token;  // token of each key; zero in the padding to whole tiles
@@ -104,11 +104,11 @@ CRATE_INLINE float half_norm(const float* row, int64_t width, float factor) {
 }
 
 // The least and the largest h of some keys.
-struct Extent {
+struct HalfNormRange {
   float least = INFINITY, most = -INFINITY;
 
   // Reads half_norm by whole vectors.
-  Extent(const float* half_norm, int count) {
+  HalfNormRange(const float* half_norm, int count) {
     Vf lowest = splat(least), highest = splat(most);
     for (int n = 0; n < count; n += kLanes) {
       const Vf h = load(half_norm + n);
@@ -140,9 +140,9 @@ struct Block {
 
 // State of one head in either direction; `T` packs its words.
 template <class T>
-class Head {
+class HeadTiles {
  public:
-  Head(const MssaProblem& p, const MssaHead& head, int part, int parts)
+  HeadTiles(const MssaProblem& p, const MssaHead& head, int part, int parts)
       : p_(p),
         head_(head),
         part_(part),
@@ -208,7 +208,7 @@ class Head {
   }
 
   // True if tiles may serve their rows and their columns, without maxima.
-  bool pairs_allowed(const Extent& extent) const {
+  bool pairs_allowed(const HalfNormRange& extent) const {
     return head_.itself && extent.safe(safe_height()) && keys_.count > 1 && p_.scale > 0 && hides_none(p_.mask) &&
            !p_.dropout && !p_.threshold;
   }
@@ -239,7 +239,7 @@ class Head {
     for (int64_t t = 0; t < head_.seqlen;) {
       b.count = 0;
       for (; t < head_.seqlen && b.count < kTile; ++t) {
-        if (!(padded_only && Keys::kept(head_, t))) b.token[b.count++] = static_cast<int32_t>(t);
+        if (!(padded_only && KeyList::kept(head_, t))) b.token[b.count++] = static_cast<int32_t>(t);
       }
       if (b.count == 0 || !owns_block(index++, part_, parts_)) continue;
       find_bounds(b);
@@ -350,7 +350,7 @@ class Head {
   const int part_, parts_;
   const int width_, words_;
   const float factor_;
-  Keys keys_;
+  KeyList keys_;
   Ahead ahead_;
   float *key_panels_, *query_panel_, *half_norm_, *mass_, *running_, *staging_, *dropout_;
   bool huge_ = false;  // a key's own score is, or would be if it were a number
@@ -369,7 +369,7 @@ class Head {
       if (head_.itself) {
         own = half_norm_[keys_.rank[b.token[r]]];
         // The row's own key bounds its sum. One key alone has weight 1 exactly, and its score is the lse.
-        const bool sees_itself = Keys::kept(head_, b.token[r]) && !may_be_empty(p_.mask);
+        const bool sees_itself = KeyList::kept(head_, b.token[r]) && !may_be_empty(p_.mask);
         safe = safe && sees_itself && bound - own <= kSafeSpread;
       } else if (safe && r < b.count) {  // query_panel() staged the rows; attend() tells if a sum is too small
         const int64_t width = staging_width(p_.head_dim);

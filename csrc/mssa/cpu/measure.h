@@ -45,15 +45,15 @@ constexpr float kTallestPairs = 12.0f;
 
 // What a row may take from the forward's results: l from lse and delta from out, one of them alone, or nothing. Rows
 // without delta are measured.
-enum class Given : int32_t { both, delta, sum, nothing };
+enum class RowStats : int32_t { from_forward, delta_only, sum_only, recompute };
 
-constexpr bool is_measured(Given given) {
-  return given == Given::sum || given == Given::nothing;
+constexpr bool needs_recompute(RowStats stats) {
+  return stats == RowStats::sum_only || stats == RowStats::recompute;
 }
 
 template <class T>
-class Measure : public Head<T> {
-  using Base = Head<T>;
+class Measure : public HeadTiles<T> {
+  using Base = HeadTiles<T>;
 
  protected:
   using Base::key_panels_, Base::query_panel_, Base::half_norm_, Base::mass_, Base::staging_, Base::dropout_, Base::p_,
@@ -68,40 +68,40 @@ class Measure : public Head<T> {
     out_panel_ = s.floats(panel);
     out_ = s.floats(kTile * staging_width(p_.head_dim));
     tokens_ = s.floats(kTile * staging_width(p_.head_dim));
-    given_ = reinterpret_cast<Given*>(s.ints(padded));
+    row_stats_ = reinterpret_cast<RowStats*>(s.ints(padded));
     shift_ = s.floats(padded);
     sum_ = s.floats(padded);
     delta_ = s.floats(padded);
     exact_ = s.floats(T::kPair == 1 ? 0 : kTile * kTile);
   }
 
-  // Says what a token that sees `keys` keys may take; `tallest` is the largest |h| of the keys.
+  // Says what a token that sees `num_keys` keys may take; `max_half_norm` is the largest |h| of the keys.
   //
   // In fp32 it may take delta if no other token has half of its weight. The entropy of a row is lse - scale w . out,
   // and with a half on one key at most that of a half spread over all. Of an lse above kSafeHeight, which another token
   // may give to a row of low score, rounding would leave no entropy, nor weights that can be summed.
-  Given given(int32_t token, int keys, float tallest) const {
+  RowStats classify_row(int32_t token, int num_keys, float max_half_norm) const {
     const float lse = head_.lse[token], limit = trusted_height(p_.dropout);
-    if (lse == -INFINITY) return Given::both;
+    if (lse == -INFINITY) return RowStats::from_forward;
     const bool is_f32 = p_.dtype == Dtype::f32, sum = fabsf(lse) <= trusted_lse(p_.dtype);
-    if (!(fabsf(lse) < INFINITY) || (is_f32 ? keys_.count <= kFewKeys : !sum)) return Given::nothing;
-    if (!is_f32 && !p_.dropout) return given_[token];
+    if (!(fabsf(lse) < INFINITY) || (is_f32 ? keys_.count <= kFewKeys : !sum)) return RowStats::recompute;
+    if (!is_f32 && !p_.dropout) return row_stats_[token];
     const int64_t width = staging_width(p_.head_dim);
     read(head_.w, token, tokens_);
     const float score = factor_ * row_dot(tokens_, tokens_, width);
-    bool delta = fmaxf(tallest, 0.5f * fabsf(score)) <= limit;
+    bool delta = fmaxf(max_half_norm, 0.5f * fabsf(score)) <= limit;
     const bool low = fabsf(score) <= kMostScore && fabsf(bits(lse)) <= kSafeHeight && keys_.count >= kLeastKeys;
     if (!delta && low && is_f32 && !p_.dropout) {
       read(head_.out, token, out_);
       const float entropy = bits(lse) - factor_ * row_dot(tokens_, out_, width);
-      delta = mostly_own(token, score) || entropy >= 1.0f + 0.5f * log2f(static_cast<float>(keys));
+      delta = mostly_own(token, score) || entropy >= 1.0f + 0.5f * log2f(static_cast<float>(num_keys));
     }
-    return !delta ? Given::nothing : sum ? Given::both : Given::delta;
+    return !delta ? RowStats::recompute : sum ? RowStats::from_forward : RowStats::delta_only;
   }
 
-  // Says of 16-bit rows whether they may take delta from out, as far as its rounding goes. Sets given_.
+  // Says of 16-bit rows whether they may take delta from out, as far as its rounding goes. Sets row_stats_.
   void find_rounding() {
-    for (int64_t t = 0; t < head_.seqlen; ++t) given_[t] = Given::both;
+    for (int64_t t = 0; t < head_.seqlen; ++t) row_stats_[t] = RowStats::from_forward;
     if (head_.dout.data == nullptr) return;
     Magnitudes most_of = {};
     for (int32_t first = 0; first < head_.seqlen; first += kLanes) {
@@ -121,7 +121,7 @@ class Measure : public Head<T> {
       for (int k = tallest < 0 ? 0 : keys_.count; k < keys_.count; ++k) {
         if (tallest < 0 || half_norm_[k] > half_norm_[tallest]) tallest = k;
       }
-      if (tallest < 0 || !is_one_token(t, keys_.token[tallest], most / rounding)) given_[t] = Given::sum;
+      if (tallest < 0 || !is_one_token(t, keys_.token[tallest], most / rounding)) row_stats_[t] = RowStats::sum_only;
     }
   }
 
@@ -154,24 +154,24 @@ class Measure : public Head<T> {
     }
   }
 
-  // Measures rows: shift_, sum_ and delta_.
-  void measure(const int32_t* token, int count) {
+  // Recomputes rows: shift_, sum_ and delta_.
+  void recompute_row_stats(const int32_t* token, int count) {
     Block b;
     start(b, token, count);
     alignas(64) float sums[kTile], deltas[kTile];
     stage_dout(b, nullptr);
     weigh(b, query_panel_, sums, deltas);
-    keep(b, sums, deltas);
+    save_row_stats(b, sums, deltas);
   }
 
   // The same for a dout that is multiplied by factor_of(token), which reads shift_ and sum_.
   template <class Factor>
-  void measure(const int32_t* token, int count, const Factor& factor_of) {
+  void recompute_row_stats(const int32_t* token, int count, const Factor& factor_of) {
     Block b;
     alignas(64) float sums[kTile], deltas[kTile] = {}, factor[kTile];
     for (float& sum : sums) sum = 1.0f;
     if (start(b, token, count)) weigh(b, query_panel_, sums, nullptr);
-    keep(b, sums, deltas);
+    save_row_stats(b, sums, deltas);
     for (int r = 0; r < count; ++r) factor[r] = factor_of(token[r]);
     stage_dout(b, factor);
     weigh(b, query_panel_, sums, deltas);
@@ -196,7 +196,7 @@ class Measure : public Head<T> {
   }
 
   // Sums of exact weights, where they are summed anew.
-  static Sums& wanted(Scores& s) { return T::kPair == 1 ? s.sums : s.exact_sums; }
+  static TileSums& wanted(Scores& s) { return T::kPair == 1 ? s.sums : s.exact_sums; }
 
   float* exact() { return T::kPair == 1 ? weights_.by_row : exact_; }
 
@@ -218,15 +218,15 @@ class Measure : public Head<T> {
   static float bits(float nats) { return nats * static_cast<float>(kLog2e); }
 
   float *dout_panels_, *out_panel_;
-  Given* given_;                  // by token, as are the next three, of rows that are measured
+  RowStats* row_stats_;           // by token, as are the next three, of rows that are measured
   float *shift_, *sum_, *delta_;  // sum_: of the weights that are shifted so
   float *out_, *tokens_, *exact_;
-  Tile<T> weights_;
+  WeightTile<T> weights_;
 
  private:
   // True if a token's weight for itself is half of its row or more; `score` is its score with itself, in bits.
   bool mostly_own(int32_t token, float score) const {
-    return head_.itself && Keys::kept(head_, token) && score - bits(head_.lse[token]) >= kMostlyOwn;
+    return head_.itself && KeyList::kept(head_, token) && score - bits(head_.lse[token]) >= kMostlyOwn;
   }
 
   // The largest |out_d| and |dout_d|, by lanes: as integers, whose maximum is one instruction.
@@ -270,9 +270,9 @@ class Measure : public Head<T> {
       return 2.0f * rest <= kDeviation * eps * share;
     };
     read(head_.w, token, tokens_);
-    if (Keys::kept(head_, token) && is_all(factor_ * row_dot(tokens_, tokens_, width))) return true;
+    if (KeyList::kept(head_, token) && is_all(factor_ * row_dot(tokens_, tokens_, width))) return true;
     const Span seen = keys_of(p_.mask, {token, token + 1}, static_cast<int>(head_.nkeys));
-    if (!Keys::kept(head_, tallest) || tallest < seen.first || tallest >= seen.stop) return false;
+    if (!KeyList::kept(head_, tallest) || tallest < seen.first || tallest >= seen.stop) return false;
     read(head_.keys, tallest, out_);
     return is_all(factor_ * row_dot(tokens_, out_, width));
   }
@@ -285,9 +285,9 @@ class Measure : public Head<T> {
     Base::find_bounds(b);
     bool maxima = false;
     for (int r = 0; r < kTile; ++r) {
-      const bool given = given_[b.token[r]] == Given::sum;
-      b.shift[r] = given ? bits(head_.lse[b.token[r]]) : NAN;
-      maxima = maxima || !given;
+      const bool has_sum = row_stats_[b.token[r]] == RowStats::sum_only;
+      b.shift[r] = has_sum ? bits(head_.lse[b.token[r]]) : NAN;
+      maxima = maxima || !has_sum;
     }
     const int64_t width = staging_width(p_.head_dim);
     stage(head_.w, p_.dtype, p_.head_dim, b.token, count, nullptr, width, staging_);
@@ -307,7 +307,7 @@ class Measure : public Head<T> {
   }
 
   // delta sums the very weights and products that it is subtracted from.
-  void keep(const Block& b, const float* sums, const float* deltas) {
+  void save_row_stats(const Block& b, const float* sums, const float* deltas) {
     for (int r = 0; r < b.count; ++r) {
       shift_[b.token[r]] = b.shift[r];
       sum_[b.token[r]] = sums[r];

@@ -38,8 +38,8 @@ struct LseExtent {
 };
 
 template <class T>
-class Mutual : Head<T> {
-  using Base = Head<T>;
+class Mutual : HeadTiles<T> {
+  using Base = HeadTiles<T>;
   using Base::key_panels_, Base::query_panel_, Base::staging_;
   using Base::p_, Base::head_, Base::keys_, Base::width_, Base::words_;
   using Base::panel_at, Base::rows_at, Base::ahead_;
@@ -151,7 +151,7 @@ class Mutual : Head<T> {
   float *keys_rows_, *dout_panels_, *dout_rows_, *delta_, *dlse_, *ratio_, *own_dout_panel_, *own_dout_rows_;
   alignas(64) float ones_[kTile];
   alignas(64) float exact_[T::kPair == 1 ? 1 : kTile * kTile];
-  Tile<T> weights_, gradients_;
+  WeightTile<T> weights_, gradients_;
 };
 
 template <class T>

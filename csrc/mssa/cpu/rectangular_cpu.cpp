@@ -11,14 +11,14 @@ namespace {
 constexpr int64_t kBlock = 64;  // rows of a tile
 
 // A range of tokens. dout, lse, delta and dlse are null for a forward.
-struct Range {
+struct TokenRange {
   const Tensor& w;
   const Tensor *dout, *lse, *delta, *dlse;
   const std::optional<Tensor>& mask;
   int64_t start;
 
   int64_t tokens() const { return w.size(2); }
-  bool operator==(const Range& other) const {
+  bool operator==(const TokenRange& other) const {
     if (w.data_ptr() != other.w.data_ptr() || start != other.start || mask.has_value() != other.mask.has_value()) {
       return false;
     }
@@ -30,7 +30,7 @@ struct Range {
 };
 
 // Attention of a head of some tokens to others.
-MssaHead meet(const Range& queries, const Range& keys, bool itself, int64_t b, int64_t h) {
+MssaHead meet(const TokenRange& queries, const TokenRange& keys, bool itself, int64_t b, int64_t h) {
   const int64_t row = (b * queries.w.size(1) + h) * queries.tokens();
   const auto floats = [row](const Tensor* t) {
     return t == nullptr ? nullptr : static_cast<float*>(t->data_ptr()) + row;
@@ -55,7 +55,7 @@ struct Heads {
   std::vector<MssaHead> rows, columns;  // the rows as queries, and as keys
 };
 
-Heads list_heads(const Range& rows, const Range& columns, const MssaRectangularCall& call) {
+Heads list_heads(const TokenRange& rows, const TokenRange& columns, const MssaRectangularCall& call) {
   const int64_t batch = rows.w.size(0), nheads = rows.w.size(1);
   const bool itself = rows == columns;
   Heads heads;
@@ -84,8 +84,8 @@ MssaProblem rectangular_problem(const Tensor& rows, const MssaRectangularCall& c
 void forward(Tensor rows, Tensor columns, MssaRectangularCall call, Tensor out, Tensor lse) {
   mssa::check_rectangular_forward(rows, columns, call, out, lse);
   const MssaProblem p = rectangular_problem(rows, call);
-  const Range own = {rows, nullptr, &lse, nullptr, nullptr, call.row_mask, call.row_start};
-  const Range others = {columns, nullptr, nullptr, nullptr, nullptr, call.column_mask, call.column_start};
+  const TokenRange own = {rows, nullptr, &lse, nullptr, nullptr, call.row_mask, call.row_start};
+  const TokenRange others = {columns, nullptr, nullptr, nullptr, nullptr, call.column_mask, call.column_start};
   std::vector<MssaHead> heads = list_heads(own, others, call).rows;
   const MssaKernels& k = kernels(p);
   const int64_t count = static_cast<int64_t>(heads.size()), parts = parts_of(count, own.tokens());
@@ -115,9 +115,9 @@ void backward(Tensor rows, Tensor dout, Tensor lse, Tensor delta, Tensor dlse, T
   mssa::check_rectangular_backward({rows, dout, lse, delta, dlse},
                                    {columns, column_dout, column_lse, column_delta, column_dlse}, call, dw);
   const MssaProblem p = rectangular_problem(rows, call);
-  const Range own = {rows, &dout, &lse, &delta, &dlse, call.row_mask, call.row_start};
-  const Range others = {columns,      &column_dout,     &column_lse,      &column_delta,
-                        &column_dlse, call.column_mask, call.column_start};
+  const TokenRange own = {rows, &dout, &lse, &delta, &dlse, call.row_mask, call.row_start};
+  const TokenRange others = {columns,      &column_dout,     &column_lse,      &column_delta,
+                             &column_dlse, call.column_mask, call.column_start};
   Heads heads = list_heads(own, others, call);
   const MssaKernels& k = kernels(p);
   const int64_t count = static_cast<int64_t>(heads.rows.size());

@@ -6,20 +6,20 @@
 namespace {
 
 // Destinations of the sums of a tile's weights; null: not wanted.
-struct Sums {
+struct TileSums {
   float* row;  // kLanes partial sums per row
   float* column;
 };
 
-CRATE_INLINE void clear(const Sums& sums, int64_t tokens) {
+CRATE_INLINE void clear(const TileSums& sums, int64_t tokens) {
   memset(sums.row, 0, round_up(tokens, kLanes) * kLanes * sizeof(float));
   memset(sums.column, 0, round_up(tokens, kTile) * sizeof(float));
 }
-CRATE_INLINE float total_of(const Sums& sums, int64_t token) {
+CRATE_INLINE float total_of(const TileSums& sums, int64_t token) {
   return sum(load(sums.row + token * kLanes)) + sums.column[token];
 }
 // The totals of up to kTile tokens.
-CRATE_INLINE void totals_of(const Sums& of, int64_t token, int count, float* total) {
+CRATE_INLINE void totals_of(const TileSums& of, int64_t token, int count, float* total) {
   for (int n = 0; n < count; n += kLanes) {
     Vf rows[kLanes];
 #pragma GCC unroll 16
@@ -28,12 +28,12 @@ CRATE_INLINE void totals_of(const Sums& of, int64_t token, int count, float* tot
   }
 }
 // The destination of a pair's sums: partial sums of its rows; sums of its columns in `column`, for add_columns.
-CRATE_INLINE Sums sums_at(const Sums& sums, int i, float* column) {
+CRATE_INLINE TileSums sums_at(const TileSums& sums, int i, float* column) {
   return {sums.row + static_cast<int64_t>(i) * kTile * kLanes, column};
 }
 // Sums the columns of a tile first, then adds to the total. Adding each weight to the total would round the weight to
 // the total's precision: four times eager's error at 8192 tokens.
-CRATE_INLINE void add_columns(const Sums& sums, int j, const float* tile) {
+CRATE_INLINE void add_columns(const TileSums& sums, int j, const float* tile) {
   float* const total = sums.column + j * kTile;
   for (int n = 0; n < kTile; n += kLanes) store(total + n, load(total + n) + load(tile + n));
 }
@@ -52,8 +52,8 @@ struct Scores {
   int start;                    // the tile's first key
   const float* column_mass;     // factor of a column's weight in the row sums
   const float* row_mass;        // factor of a row's weight in the column sums
-  Sums sums;                    // of rounded weights
-  Sums exact_sums;              // of exact weights; wanted if they differ from rounded ones
+  TileSums sums;                // of rounded weights
+  TileSums exact_sums;          // of exact weights; wanted if they differ from rounded ones
   float* exact;                 // null, or kTile x kTile weights before rounding
   bool symmetric;               // a block of tokens against itself: sums by columns only, each weight computed once
 };
@@ -83,7 +83,7 @@ CRATE_INLINE Vi seen(const Scores& s, int r, int j) {
 }
 
 template <int kRows, int kColumns>
-CRATE_INLINE void add_sums(const Vf (&e)[kRows][kColumns], const Scores& s, const Sums& sums, int r0, int j0) {
+CRATE_INLINE void add_sums(const Vf (&e)[kRows][kColumns], const Scores& s, const TileSums& sums, int r0, int j0) {
   if (sums.row != nullptr) {
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
@@ -140,7 +140,7 @@ CRATE_INLINE void exponentials(const Scores& s, int r0, int j0, Vf (&e)[kRows][k
 
 // weights = 2^(scores - shifts - powers), their sums by row and, for the symmetric pair, by column.
 template <class T>
-void compute_weights(const Scores& s, Tile<T>& weights) {
+void compute_weights(const Scores& s, WeightTile<T>& weights) {
   const ChannelProducts<T> products(s.query_panel, s.key_panel, s.words, s.rows, s.columns);
   by_length<T>(s.words, [&](auto longer) CRATE_LAMBDA {
     constexpr int kLong = decltype(longer)::value;

@@ -16,9 +16,9 @@ void mssa_combine(const MssaProblem& p, const MssaHead& head, int parts, const f
   const int64_t size = crate_kernels::mssa_partial_size(head.nkeys, p.head_dim);
   const int width = padded_dim(p.head_dim);
   int64_t rank = 0;
-  for (int64_t t = 0; t < begin; ++t) rank += Keys::kept(head, t);
+  for (int64_t t = 0; t < begin; ++t) rank += KeyList::kept(head, t);
   for (int64_t t = begin; t < end; ++t) {
-    const bool kept = Keys::kept(head, t);
+    const bool kept = KeyList::kept(head, t);
     alignas(64) float row[256] = {};
     for (int part = 0; part < parts; ++part) {
       const MssaShares s = shares(p, head.nkeys, const_cast<float*>(partial) + part * size);

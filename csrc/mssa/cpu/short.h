@@ -27,8 +27,8 @@ CRATE_INLINE Vd load_double(const float* p) {
 }
 
 template <class T>
-class ShortHead : public Head<T> {
-  using Base = Head<T>;
+class ShortHead : public HeadTiles<T> {
+  using Base = HeadTiles<T>;
 
  protected:
   using Base::key_panels_, Base::staging_, Base::p_, Base::head_, Base::keys_, Base::width_;
@@ -55,7 +55,7 @@ class ShortHead : public Head<T> {
     MssaHead all = head_;
     all.keep = nullptr;
     keys_.find(all);
-    for (int t = 0; t < keys_.count; ++t) kept_[t] = -static_cast<int32_t>(Keys::kept(head_, t));
+    for (int t = 0; t < keys_.count; ++t) kept_[t] = -static_cast<int32_t>(KeyList::kept(head_, t));
   }
 
   // Packs block b of a view as a panel and as rows.
@@ -275,7 +275,7 @@ class ShortHead : public Head<T> {
   float* weights_;  // of all tiles: scores, then weights
   bool exact_;      // some scores were summed in double
   int32_t* kept_;   // by token: all bits of a key's, or none
-  Tile<T> tile_;
+  WeightTile<T> tile_;
 };
 
 }  // namespace

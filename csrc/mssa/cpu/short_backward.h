@@ -172,7 +172,7 @@ class ShortBackward : ShortHead<T> {
   float *dout_panels_, *dout_rows_;
   float* gradients_;  // of all tiles: products, then G
   float* mirror_;
-  Tile<T> gradient_;
+  WeightTile<T> gradient_;
 };
 
 }  // namespace

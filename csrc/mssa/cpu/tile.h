@@ -9,7 +9,7 @@ namespace {
 // The weights of a tile, as left operands of both sums over tokens. With one element per word, both layouts are the
 // same. With two, a word pairs neighbours along the index that the product sums.
 template <class T>
-struct Tile {
+struct WeightTile {
   static constexpr int kRowWords = kTile / T::kPair;
   alignas(64) float by_row[kTile * kRowWords];                         // sums over columns
   alignas(64) float by_column[T::kPair == 1 ? 1 : kTile * kRowWords];  // sums over rows
@@ -133,10 +133,10 @@ class ChannelProducts {
 
 // accumulate() by AMX.
 template <class T, Order kOrder>
-CRATE_INLINE void accumulate_tiles(float* out, int width, int rows, int tokens, const Tile<T>& left_a,
-                                   const float* right_a, const float* row_factor, const Tile<T>* left_b,
+CRATE_INLINE void accumulate_tiles(float* out, int width, int rows, int tokens, const WeightTile<T>& left_a,
+                                   const float* right_a, const float* row_factor, const WeightTile<T>* left_b,
                                    const float* right_b, Ahead& ahead) {
-  constexpr int kWide = 2 * kLanes, kLine = Tile<T>::kRowWords;
+  constexpr int kWide = 2 * kLanes, kLine = WeightTile<T>::kRowWords;
   alignas(64) float lines_a[kTile * kLine], lines_b[kTile * kLine], sum_a[kTile * kWide], sum_b[kTile * kWide];
   const float *a = left_a.by_row, *b = left_b == nullptr ? nullptr : left_b->by_row;
   if constexpr (kOrder == Order::columns) {
@@ -172,14 +172,16 @@ constexpr int kFetches = T::kMatrix ? 2 : kTile / 8;
 //
 // Sum a tile's product from zero, then add it: accumulating in the output has four times the error.
 template <class T, Order kOrder>
-void accumulate(float* out, int width, int rows, int tokens, const Tile<T>& left_a, const float* right_a,
-                const float* row_factor, const Tile<T>* left_b, const float* right_b, Ahead& ahead) {
+void accumulate(float* out, int width, int rows, int tokens, const WeightTile<T>& left_a, const float* right_a,
+                const float* row_factor, const WeightTile<T>* left_b, const float* right_b, Ahead& ahead) {
   constexpr bool kByRow = kOrder == Order::rows;
   if constexpr (T::kMatrix) {
     return accumulate_tiles<T, kOrder>(out, width, rows, tokens, left_a, right_a, row_factor, left_b, right_b, ahead);
   }
   constexpr int kRow = kByRow ? kTile / T::kPair : 1, kWord = kByRow ? 1 : kTile;  // strides in words
-  const auto words_of = [](const Tile<T>& tile) { return kByRow || T::kPair == 1 ? tile.by_row : tile.by_column; };
+  const auto words_of = [](const WeightTile<T>& tile) {
+    return kByRow || T::kPair == 1 ? tile.by_row : tile.by_column;
+  };
   const int words = (tokens + T::kPair - 1) / T::kPair;
   for_column_groups(0, width / kLanes, [&](auto columns, int v0) __attribute__((always_inline)) {
     constexpr int kColumns = decltype(columns)::value;

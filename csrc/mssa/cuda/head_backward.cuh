@@ -124,9 +124,9 @@ CRATE_DEVICE void add_tail(const HeadCall& call, const Head& head, const HeadGra
 }
 
 template <class T, int DIM, int ROWS, bool MASKED, bool CAUSAL>
-__global__ void __launch_bounds__(HeadShape<T, DIM, ROWS, MASKED, CAUSAL>::kThreads, 1)
+__global__ void __launch_bounds__(HeadBackwardShape<T, DIM, ROWS, MASKED, CAUSAL>::kThreads, 1)
     head_backward_kernel(const __grid_constant__ HeadCall call) {
-  using S = HeadShape<T, DIM, ROWS, MASKED, CAUSAL>;
+  using S = HeadBackwardShape<T, DIM, ROWS, MASKED, CAUSAL>;
   constexpr int kWarps = S::kThreads / 32;
   const uint32_t base = shared_address(aligned_shared_memory());
   const HeadPlace place = {base, __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x >> 7), 0),

@@ -182,9 +182,9 @@ CRATE_DEVICE void attend(const HeadCall& call, int index, HeadOutput<S>& output,
 }
 
 template <class T, int DIM, int ROWS, bool CAUSAL>
-__global__ void __launch_bounds__(128, ForwardShape<T, DIM, ROWS, CAUSAL>::kBeside)
+__global__ void __launch_bounds__(128, HeadForwardShape<T, DIM, ROWS, CAUSAL>::kBeside)
     head_forward_kernel(const __grid_constant__ HeadCall call) {
-  using S = ForwardShape<T, DIM, ROWS, CAUSAL>;
+  using S = HeadForwardShape<T, DIM, ROWS, CAUSAL>;
   const uint32_t base = shared_address(aligned_shared_memory());
   const HeadPlace place = {base, 0, __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x >> 5), 0)};
   if (threadIdx.x < 64) store_shared(base + S::kOnes + 4 * threadIdx.x, __uint_as_float(pack_pair<T>(1.0f, 1.0f)));

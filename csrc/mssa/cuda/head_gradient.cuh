@@ -31,7 +31,7 @@ namespace crate_kernels::mssa {
 
 // ROWS: the longest sequence, rounded up to a multiple of 16, at least 64.
 template <class T_, int DIM_, int ROWS_, bool MASKED_, bool CAUSAL_>
-struct HeadShape {
+struct HeadBackwardShape {
   using T = T_;
   static constexpr int kDim = DIM_, kRows = ROWS_;
   static constexpr bool kMasked = MASKED_, kCausal = CAUSAL_;

@@ -24,7 +24,7 @@ namespace crate_kernels::mssa {
 
 // ROWS: the longest sequence, rounded up to a multiple of 16, at least 64.
 template <class T_, int DIM_, int ROWS_, bool CAUSAL_>
-struct ForwardShape {
+struct HeadForwardShape {
   using T = T_;
   static constexpr bool kCausal = CAUSAL_;
   static constexpr int kDim = DIM_, kRows = ROWS_, kThreads = 128;

@@ -26,7 +26,7 @@ struct Roles {
 
 // One tile of rows i in shared memory. With `select`, lse is the largest score, and shift the level of the weights.
 template <class T>
-struct Others {
+struct RowTile {
   T *w, *g;
   float *lse, *shift;
 };
@@ -68,7 +68,7 @@ struct Gradient {
 
   // Adds the terms of 16 rows i from `other` on to the owned rows, the first of which is `row`.
   CRATE_DEVICE void add_rows(const Problem& call, const Head& head, const uint8_t* mask, uint64_t seed,
-                             const Others<T>& tile, int row, int other, Terms terms, Roles roles) {
+                             const RowTile<T>& tile, int row, int other, Terms terms, Roles roles) {
     const int g0 = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
     float s[ROWS16][2][4] = {}, dp[ROWS16][2][4] = {}, dt[ROWS16][2][4] = {};
     if (terms.products && roles.query) {
@@ -135,7 +135,7 @@ constexpr __device__ int64_t others_bytes(int count) {
 }
 
 template <class T, int DIM>
-CRATE_DEVICE Others<T> others_at(unsigned char* stage, int count) {
+CRATE_DEVICE RowTile<T> others_at(unsigned char* stage, int count) {
   T *const w = reinterpret_cast<T*>(stage), *const g = w + count * DIM;
   float* const lse = reinterpret_cast<float*>(g + count * DIM);
   return {w, g, lse, lse + count};
@@ -143,7 +143,7 @@ CRATE_DEVICE Others<T> others_at(unsigned char* stage, int count) {
 
 // Copies rows [first, first + count) of w, g and their two numbers.
 template <class T, int DIM>
-CRATE_DEVICE void load_others(const Others<T>& to, const Problem& call, const Head& head, const View<const T>& w,
+CRATE_DEVICE void load_others(const RowTile<T>& to, const Problem& call, const Head& head, const View<const T>& w,
                               const View<const T>& g, bool select, int first, int count) {
   load_tile<T, DIM>(to.w, w, count, first, head.length, call.access);
   if (call.values) load_tile<T, DIM>(to.g, g, count, first, head.length, call.access);

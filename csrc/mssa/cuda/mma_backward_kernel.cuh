@@ -20,7 +20,7 @@ CRATE_DEVICE void walk(Gradient<T, DIM, ROWS16, HELD>& gradient, unsigned char* 
     if (n + 1 < tiles.stop)
       load_others<T, DIM>(stage(n + 1), call, head, w, g, terms.select, (n + 1) * COLUMNS, COLUMNS);
     if (row < head.length) {
-      const Others<T> tile = stage(n);
+      const RowTile<T> tile = stage(n);
 #pragma unroll 1
       for (int part = 0; part < COLUMNS; part += 16) {
         const int other = n * COLUMNS + part;
@@ -30,7 +30,7 @@ CRATE_DEVICE void walk(Gradient<T, DIM, ROWS16, HELD>& gradient, unsigned char* 
                        mask != nullptr || others.stop > head.length};
         roles.masked |= (roles.key && cuts(call.mask, others, own)) || (roles.query && cuts(call.mask, own, others));
         if (!roles.key && !roles.query) continue;
-        const Others<T> rows = {tile.w + part * DIM, tile.g + part * DIM, tile.lse + part, tile.shift + part};
+        const RowTile<T> rows = {tile.w + part * DIM, tile.g + part * DIM, tile.lse + part, tile.shift + part};
         gradient.add_rows(call, head, mask, seed, rows, row, other, terms, roles);
       }
     }

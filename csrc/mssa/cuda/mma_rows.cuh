@@ -38,13 +38,13 @@ struct RowMask {
 };
 
 // Positions among the keys: of a warp's first row, and of a tile's first key.
-struct Place {
+struct TilePlace {
   int row, key;
 };
 
 template <int ROWS16, int COLUMNS>
 CRATE_DEVICE void mask_scores(float (&s)[ROWS16][COLUMNS / 8][4], const Problem& call, const RowMask& mask,
-                              Place place) {
+                              TilePlace place) {
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   // Branch-free: masked tiles are rare, but in one, many columns are masked.
   uint32_t kept_keys = ~0u;
@@ -74,8 +74,8 @@ struct Sign {
 // Adds COLUMNS keys to a warp's rows.
 template <int COLUMNS, class T, int DIM, int ROWS16, bool HELD>
 CRATE_DEVICE void attend_tile(RowState<T, DIM, ROWS16>& state, const Own<T, DIM, ROWS16, HELD>& own, const T* tile,
-                              const Problem& call, const Head& head, const RowMask& mask, const Sign& sign, Place place,
-                              bool masked, Pass pass) {
+                              const Problem& call, const Head& head, const RowMask& mask, const Sign& sign,
+                              TilePlace place, bool masked, Pass pass) {
   float s[ROWS16][COLUMNS / 8][4] = {};
 #pragma unroll(HELD ? DIM / 16 : 4)
   for (int k = 0; k < DIM / 16; ++k) {

@@ -24,11 +24,11 @@ constexpr int kColumns = kChunk / kColumnLanes;  // per thread, of a chunk of th
 using mssa::Head, mssa::Keys, mssa::Problem, mssa::Rows, mssa::Span;
 
 // The part of the problem that a block computes. Groups vary fastest.
-struct Place {
+struct BlockPlace {
   int head, block, group;
 };
 
-CRATE_DEVICE Place place_of(const Problem& c) {
+CRATE_DEVICE BlockPlace place_of(const Problem& c) {
   const int rows = blockIdx.x / c.groups;
   return {rows / c.blocks, rows % c.blocks, static_cast<int>(blockIdx.x) % c.groups};
 }
@@ -48,17 +48,17 @@ CRATE_DEVICE HeadRows rows_of(const Problem& c, const Rows& t, const Head& h) {
 }
 
 // The tokens that a head's rows meet. Places of rows and of tokens are compared by masks, and draw dropout.
-struct Others {
+struct OtherTokens {
   int before, start;  // places of the first row and of the first token
   int length;
   const uint8_t* keep;  // null: every token is a key
   int64_t row;          // of tensors of a number per token
 };
 
-CRATE_DEVICE Others itself(const Head& h, const uint8_t* keep) {
+CRATE_DEVICE OtherTokens itself(const Head& h, const uint8_t* keep) {
   return {0, 0, h.length, keep, h.row};
 }
-CRATE_DEVICE Others another_range(const Problem& c, const Head& h) {
+CRATE_DEVICE OtherTokens another_range(const Problem& c, const Head& h) {
   const mssa::Range& r = c.others;
   return {r.row_start, r.start, r.count,
           r.keep == nullptr ? nullptr : r.keep + static_cast<int64_t>(h.sequence) * r.count,

@@ -35,14 +35,14 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
   float* const tile_g = tile_w + kTile * kPitch;
   float* const weights = tile_g + kTile * kPitch;  // (kOwned, kTile), each warp its rows
 
-  const Place place = place_of(c);
+  const BlockPlace place = place_of(c);
   const Head h = head_of<APART>(c, place.head);
   const int start = place.block * kOwned, first_chunk = place.group * CHUNKS;
   const int chunks = CHUNKS == 1 ? 1 : (c.access.head_dim + kChunk - 1) / kChunk;
   if (place.group == 0) clear_uncovered(c, h, place.block, c.dw, nullptr);
   if (start >= h.length) return;
   const uint8_t* const keep = h.keep(c);
-  const Others others = APART ? another_range(c, h) : itself(h, keep);
+  const OtherTokens others = APART ? another_range(c, h) : itself(h, keep);
   const HeadRows own_w_at = rows_of(c, c.w, h), own_g_at = rows_of(c, c.g, h);
   const HeadRows w_at = APART ? rows_of(c, c.keys, h) : own_w_at;
   const HeadRows g_at = APART ? rows_of(c, c.others.g, h) : own_g_at;

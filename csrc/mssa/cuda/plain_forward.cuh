@@ -51,7 +51,7 @@ CRATE_DEVICE float weigh(float (&s)[kPart], Softmax& row) {
 
 // The keys of a head's rows: their own sequence, a cache, or another range of their sequence.
 template <bool APART>
-CRATE_DEVICE Others keys_for(const Problem& c, const Head& h) {
+CRATE_DEVICE OtherTokens keys_for(const Problem& c, const Head& h) {
   if constexpr (APART) {
     return another_range(c, h);
   } else {
@@ -66,14 +66,14 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
   float* const tile = own + kOwned * kPitch;                     // (kTile, kChunk)
   float* const weights = tile + kTile * kPitch;                  // (kOwned, kTile), each warp its rows
 
-  const Place place = place_of(c);
+  const BlockPlace place = place_of(c);
   const Head h = head_of<APART>(c, place.head);
   const int start = first_row(c, place.block, kOwned);
   const bool measures = c.levels != nullptr;
   if (place.group == 0 && !measures) clear_uncovered(c, h, place.block, c.out, c.lse);
   if (start >= h.length) return;
 
-  const Others keys = keys_for<APART>(c, h);
+  const OtherTokens keys = keys_for<APART>(c, h);
   const HeadRows queries_at = rows_of(c, c.w, h), keys_at = rows_of(c, c.keys, h);
   const int before = keys.before + start - keys.start;  // place of the first owned row, from the first key's
   const Span seen_keys = keys_of(c.mask, {before, before + kOwned}, keys.length);

@@ -14,10 +14,10 @@ namespace tssa {
 struct CausalSums {
   float *energy, *moment, *mass;
 
-  CausalSums(const TssaProblem& p, float* memory)
+  CausalSums(const TssaCpuProblem& p, float* memory)
       : energy(memory), moment(memory + p.row_size()), mass(memory + 2 * p.row_size()) {}
-  static int64_t size(const TssaProblem& p) { return 2 * p.row_size() + p.head_size(); }
-  void clear(const TssaProblem& p) const { memset(energy, 0, size(p) * sizeof(float)); }
+  static int64_t size(const TssaCpuProblem& p) { return 2 * p.row_size() + p.head_size(); }
+  void clear(const TssaCpuProblem& p) const { memset(energy, 0, size(p) * sizeof(float)); }
 };
 
 // The totals of a scan over chunks so far, in the order of CausalSums. The first two slots of `work` hold them.
@@ -25,10 +25,10 @@ CRATE_INLINE double* totals(const TssaSequence& s) {
   return reinterpret_cast<double*>(s.work);
 }
 // The sums of the chunks before `chunk`. The next slot holds the totals of `chunk` itself until they are summed.
-CRATE_INLINE CausalSums before_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk) {
+CRATE_INLINE CausalSums before_chunk(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk) {
   return CausalSums(p, s.work + (chunk + 2) * CausalSums::size(p));
 }
-int64_t causal_work_size(const TssaProblem& p, int64_t chunks) {
+int64_t causal_work_size(const TssaCpuProblem& p, int64_t chunks) {
   return (chunks + 3) * CausalSums::size(p);
 }
 
@@ -62,7 +62,7 @@ CRATE_INLINE Vf load_bias(const TssaSequence& s, int h, int64_t first, int count
 
 // Lane n: sum_d w_nd^2 / c_nd.
 template <class T>
-CRATE_INLINE Vf running_dots(const TssaStrided<T>& w, int vectors, const float* keep, const float* before,
+CRATE_INLINE Vf running_dots(const TssaCpuTensor<T>& w, int vectors, const float* keep, const float* before,
                              float* local) {
   Vf acc[kLanes] = {};
   for (int v = 0; v < vectors; ++v) {
@@ -83,9 +83,9 @@ CRATE_INLINE Vf running_dots(const TssaStrided<T>& w, int vectors, const float* 
 
 // out = -w Pi / (1 + M), with 1 / (1 + M) = s / (s + sum Pi w^2); `scale` is -Pi s.
 template <bool kDropout, class T>
-CRATE_INLINE void running_output(const TssaStrided<T>& w, int vectors, const float* counted, const float* masses,
+CRATE_INLINE void running_output(const TssaCpuTensor<T>& w, int vectors, const float* counted, const float* masses,
                                  const float* scale, const Floats& factor, const float* before, float* local,
-                                 const TssaStrided<T>& out) {
+                                 const TssaCpuTensor<T>& out) {
   for (int v = 0; v < vectors; ++v) {
     const Vf base = load(before + v * kLanes);
     Vf run = load(local + v * kLanes);
@@ -104,7 +104,7 @@ CRATE_INLINE void running_output(const TssaStrided<T>& w, int vectors, const flo
 
 // Starts the totals with a sequence's state of decoding, if any, or copies those of all chunks to it.
 template <bool kBegin>
-void causal_state(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+void causal_state(const TssaCpuProblem& p, const TssaSequence& s, int64_t, float*) {
   double *const energy = totals(s), *const moment = energy + p.row_size(), *const mass = moment + p.row_size();
   if (kBegin) memset(energy, 0, CausalSums::size(p) * sizeof(double));
   if (s.state_mass != nullptr) {
@@ -121,23 +121,23 @@ void causal_state(const TssaProblem& p, const TssaSequence& s, int64_t, float*) 
   for (int64_t i = 0; kBegin && i < CausalSums::size(p); ++i) first[i] = static_cast<float>(energy[i]);
 }
 
-void causal_energy(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
+void causal_energy(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
   sum_squares(p, s, chunk, memory, before_chunk(p, s, chunk + 1).energy);
 }
 
 // Some of a chunk's sums: one row per head, or the second row and the number behind it.
 enum class Part { energy, moment };
 
-CRATE_INLINE int64_t part_start(const TssaProblem& p, Part part) {
+CRATE_INLINE int64_t part_start(const TssaCpuProblem& p, Part part) {
   return part == Part::energy ? 0 : p.row_size();
 }
-CRATE_INLINE int64_t part_size(const TssaProblem& p, Part part) {
+CRATE_INLINE int64_t part_size(const TssaCpuProblem& p, Part part) {
   return p.row_size() + (part == Part::energy ? 0 : p.head_size());
 }
 
 // Adds to each chunk's sums those of the chunks before it.
 template <Part part>
-void causal_settle(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+void causal_settle(const TssaCpuProblem& p, const TssaSequence& s, int64_t, float*) {
   const int64_t start = part_start(p, part);
   for (int64_t chunk = 0; chunk < s.chunks; ++chunk) {
     float* const next = before_chunk(p, s, chunk + 1).energy + start;
@@ -147,7 +147,7 @@ void causal_settle(const TssaProblem& p, const TssaSequence& s, int64_t, float*)
 
 // Computes the membership of a chunk, its output, or both.
 template <bool kMembers, bool kOutput>
-void causal_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
+void causal_chunk(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
   const Staging staging(p, memory);
   const CausalSums before = before_chunk(p, s, chunk), local(p, staging.rest);
   const Floats factor = {staging.rest + CausalSums::size(p), 0, p.width(), 1};
@@ -197,16 +197,16 @@ void causal_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk, fl
   if (kMembers && !kOutput) memcpy(after.moment, local.moment, part_size(p, Part::moment) * sizeof(float));
 }
 
-const TssaStep kCausalForwardAlone[] = {
-    {causal_state<true>, TssaStep::whole},
-    {causal_chunk<true, true>, TssaStep::ascending},
-    {causal_state<false>, TssaStep::whole},
+const TssaKernelStep kCausalForwardAlone[] = {
+    {causal_state<true>, TssaKernelStep::whole},
+    {causal_chunk<true, true>, TssaKernelStep::ascending},
+    {causal_state<false>, TssaKernelStep::whole},
 };
-const TssaStep kCausalForwardShared[] = {
-    {causal_state<true>, TssaStep::whole},          {causal_energy, TssaStep::chunks},
-    {causal_settle<Part::energy>, TssaStep::whole}, {causal_chunk<true, false>, TssaStep::chunks},
-    {causal_settle<Part::moment>, TssaStep::whole}, {causal_chunk<false, true>, TssaStep::chunks},
-    {causal_state<false>, TssaStep::whole},
+const TssaKernelStep kCausalForwardShared[] = {
+    {causal_state<true>, TssaKernelStep::whole},          {causal_energy, TssaKernelStep::chunks},
+    {causal_settle<Part::energy>, TssaKernelStep::whole}, {causal_chunk<true, false>, TssaKernelStep::chunks},
+    {causal_settle<Part::moment>, TssaKernelStep::whole}, {causal_chunk<false, true>, TssaKernelStep::chunks},
+    {causal_state<false>, TssaKernelStep::whole},
 };
 
 }  // namespace tssa

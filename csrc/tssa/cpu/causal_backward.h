@@ -11,19 +11,19 @@ namespace {
 namespace tssa {
 
 // The sums of chunks `chunk` and later.
-CRATE_INLINE CausalSums from_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk) {
+CRATE_INLINE CausalSums from_chunk(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk) {
   return CausalSums(p, s.work + (s.chunks + 3 + chunk) * CausalSums::size(p));
 }
-CRATE_INLINE double* dtemp_of_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk) {
+CRATE_INLINE double* dtemp_of_chunk(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk) {
   return reinterpret_cast<double*>(s.work + (2 * s.chunks + 4) * CausalSums::size(p)) + chunk * p.head_size();
 }
-int64_t causal_backward_work_size(const TssaProblem& p, int64_t chunks) {
+int64_t causal_backward_work_size(const TssaCpuProblem& p, int64_t chunks) {
   return (2 * chunks + 4) * CausalSums::size(p) + 2 * chunks * p.head_size();
 }
 
 // Goes through a chunk's running sums and calls visit(tile number) before each tile.
 template <class Visit>
-CRATE_INLINE void sum_forward(const TssaProblem& p, const TssaSequence& s, int64_t chunk, const Staging& staging,
+CRATE_INLINE void sum_forward(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk, const Staging& staging,
                               const CausalSums& sums, const Visit& visit) {
   sums.clear(p);
   int tile = 0;
@@ -43,11 +43,11 @@ CRATE_INLINE void sum_forward(const TssaProblem& p, const TssaSequence& s, int64
   });
 }
 
-void causal_totals(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
+void causal_totals(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
   sum_forward(p, s, chunk, Staging(p, memory), before_chunk(p, s, chunk + 1), [](int) {});
 }
 
-void causal_settle_totals(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+void causal_settle_totals(const TssaCpuProblem& p, const TssaSequence& s, int64_t, float*) {
   causal_state<true>(p, s, 0, nullptr);
   causal_settle<Part::energy>(p, s, 0, nullptr);
   causal_settle<Part::moment>(p, s, 0, nullptr);
@@ -58,14 +58,14 @@ void causal_settle_totals(const TssaProblem& p, const TssaSequence& s, int64_t, 
 // One head of a tile, scalars by token. `partial` holds the terms of dw in fp32 until their sum is rounded to dw.
 template <class T>
 struct TileHead {
-  TssaStrided<T> w, grad, dw;
+  TssaCpuTensor<T> w, grad, dw;
   Floats partial, factor;
   int vectors;
   const float *keep, *members, *counted, *masses, *inverse_masses;
 };
 template <class T>
-TileHead(TssaStrided<T>, TssaStrided<T>, TssaStrided<T>, Floats, Floats, int, const float*, const float*, const float*,
-         const float*, const float*) -> TileHead<T>;
+TileHead(TssaCpuTensor<T>, TssaCpuTensor<T>, TssaCpuTensor<T>, Floats, Floats, int, const float*, const float*,
+         const float*, const float*, const float*) -> TileHead<T>;
 
 // fp32 tensors hold these terms themselves.
 CRATE_INLINE Floats place_partial(const Floats& dw, const Floats&) {
@@ -153,7 +153,7 @@ CRATE_INLINE float scan_denergy(const TileHead<T>& t, float temp, const float* d
 }
 
 // Whether a channel of a head has no kept token before the tile, whose first w^2 / c is then exactly 1.
-CRATE_INLINE bool channel_begins(const TssaProblem& p, const float* before, const float* at_tile) {
+CRATE_INLINE bool channel_begins(const TssaCpuProblem& p, const float* before, const float* at_tile) {
   Vf begins = {};
   for (int64_t d = 0; d < p.head_dim; d += kLanes) {
     const Vi exists = iota() < static_cast<int32_t>(p.head_dim - d);
@@ -166,7 +166,7 @@ CRATE_INLINE bool channel_begins(const TssaProblem& p, const float* before, cons
 enum class Leave { dmoment, denergy, carried, nothing };
 
 template <Leave kLeave>
-void causal_backward_chunk(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
+void causal_backward_chunk(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
   constexpr bool kWrite = kLeave == Leave::carried || kLeave == Leave::nothing;
   const Staging staging(p, memory);
   const int64_t sums_size = CausalSums::size(p);
@@ -261,7 +261,7 @@ void causal_backward_chunk(const TssaProblem& p, const TssaSequence& s, int64_t 
 
 // Adds to each chunk's sums those of the chunks behind it.
 template <Part part>
-void causal_settle_back(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+void causal_settle_back(const TssaCpuProblem& p, const TssaSequence& s, int64_t, float*) {
   const int64_t start = part_start(p, part);
   for (int64_t chunk = s.chunks - 1; chunk >= 0; --chunk) {
     float* const from = from_chunk(p, s, chunk).energy + start;
@@ -269,7 +269,7 @@ void causal_settle_back(const TssaProblem& p, const TssaSequence& s, int64_t, fl
   }
 }
 
-void causal_settle_dtemp(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+void causal_settle_dtemp(const TssaCpuProblem& p, const TssaSequence& s, int64_t, float*) {
   for (int h = 0; h < p.nheads; ++h) {
     double total = 0.0;
     for (int64_t chunk = 0; chunk < s.chunks; ++chunk) total += dtemp_of_chunk(p, s, chunk)[h];
@@ -277,21 +277,21 @@ void causal_settle_dtemp(const TssaProblem& p, const TssaSequence& s, int64_t, f
   }
 }
 
-const TssaStep kCausalBackwardAlone[] = {
-    {causal_totals, TssaStep::chunks},
-    {causal_settle_totals, TssaStep::whole},
-    {causal_backward_chunk<Leave::carried>, TssaStep::descending},
-    {causal_settle_dtemp, TssaStep::whole},
+const TssaKernelStep kCausalBackwardAlone[] = {
+    {causal_totals, TssaKernelStep::chunks},
+    {causal_settle_totals, TssaKernelStep::whole},
+    {causal_backward_chunk<Leave::carried>, TssaKernelStep::descending},
+    {causal_settle_dtemp, TssaKernelStep::whole},
 };
-const TssaStep kCausalBackwardShared[] = {
-    {causal_totals, TssaStep::chunks},
-    {causal_settle_totals, TssaStep::whole},
-    {causal_backward_chunk<Leave::dmoment>, TssaStep::chunks},
-    {causal_settle_back<Part::moment>, TssaStep::whole},
-    {causal_backward_chunk<Leave::denergy>, TssaStep::chunks},
-    {causal_settle_back<Part::energy>, TssaStep::whole},
-    {causal_backward_chunk<Leave::nothing>, TssaStep::chunks},
-    {causal_settle_dtemp, TssaStep::whole},
+const TssaKernelStep kCausalBackwardShared[] = {
+    {causal_totals, TssaKernelStep::chunks},
+    {causal_settle_totals, TssaKernelStep::whole},
+    {causal_backward_chunk<Leave::dmoment>, TssaKernelStep::chunks},
+    {causal_settle_back<Part::moment>, TssaKernelStep::whole},
+    {causal_backward_chunk<Leave::denergy>, TssaKernelStep::chunks},
+    {causal_settle_back<Part::energy>, TssaKernelStep::whole},
+    {causal_backward_chunk<Leave::nothing>, TssaKernelStep::chunks},
+    {causal_settle_dtemp, TssaKernelStep::whole},
 };
 
 }  // namespace tssa

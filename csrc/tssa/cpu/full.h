@@ -11,7 +11,7 @@ namespace tssa {
 struct FullWork {
   float *parts, *masses, *inverse, *rest, *gate, *dmoment, *denergy, *dmass;
 
-  FullWork(const TssaProblem& p, const TssaSequence& s) {
+  FullWork(const TssaCpuProblem& p, const TssaSequence& s) {
     parts = s.work;
     masses = parts + s.chunks * p.row_size();
     inverse = masses + s.chunks * p.head_size();  // 1 / c; in the end of the backward 2 temp / c
@@ -21,23 +21,25 @@ struct FullWork {
     denergy = dmoment + p.row_size();             // sum_n dlogit w^2 / c: -c dc / temp
     dmass = denergy + p.row_size();
   }
-  static int64_t size(const TssaProblem& p, int64_t chunks) {
+  static int64_t size(const TssaCpuProblem& p, int64_t chunks) {
     return chunks * (p.row_size() + p.head_size()) + 5 * p.row_size() + p.head_size();
   }
   // By channel of head h.
-  Reciprocals reciprocals(const TssaProblem& p, int h) const { return {inverse + h * p.width(), rest + h * p.width()}; }
+  Reciprocals reciprocals(const TssaCpuProblem& p, int h) const {
+    return {inverse + h * p.width(), rest + h * p.width()};
+  }
   // Clears the sums of a chunk.
-  void start(const TssaProblem& p, int64_t chunk) const {
+  void start(const TssaCpuProblem& p, int64_t chunk) const {
     memset(parts + chunk * p.row_size(), 0, p.row_size() * sizeof(float));
     memset(masses + chunk * p.head_size(), 0, p.head_size() * sizeof(float));
   }
 };
 
-void full_energy(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
+void full_energy(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
   sum_squares(p, s, chunk, memory, FullWork(p, s).parts + chunk * p.row_size());
 }
 
-void full_settle_energy(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+void full_settle_energy(const TssaCpuProblem& p, const TssaSequence& s, int64_t, float*) {
   const FullWork work(p, s);
   add_parts(work.parts, s.chunks, p.row_size(), work.inverse);
   for (int h = 0; h < p.nheads; ++h) {
@@ -51,7 +53,7 @@ void full_settle_energy(const TssaProblem& p, const TssaSequence& s, int64_t, fl
   }
 }
 
-void full_members(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
+void full_members(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
   const Staging staging(p, memory);
   const FullWork work(p, s);
   float* const sums = work.parts + chunk * p.row_size();
@@ -77,7 +79,7 @@ void full_members(const TssaProblem& p, const TssaSequence& s, int64_t chunk, fl
   });
 }
 
-void full_settle_moment(const TssaProblem& p, const TssaSequence& s, int64_t, float* memory) {
+void full_settle_moment(const TssaCpuProblem& p, const TssaSequence& s, int64_t, float* memory) {
   const FullWork work(p, s);
   float* const masses = memory;
   add_parts(work.parts, s.chunks, p.row_size(), work.gate);
@@ -97,7 +99,7 @@ void full_settle_moment(const TssaProblem& p, const TssaSequence& s, int64_t, fl
   }
 }
 
-void full_output(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
+void full_output(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
   const Staging staging(p, memory);
   const FullWork work(p, s);
   for_tiles(s, chunk, [&](int64_t first, int count) {
@@ -124,9 +126,10 @@ void full_output(const TssaProblem& p, const TssaSequence& s, int64_t chunk, flo
   });
 }
 
-const TssaStep kFullForward[] = {
-    {full_energy, TssaStep::chunks},       {full_settle_energy, TssaStep::whole}, {full_members, TssaStep::chunks},
-    {full_settle_moment, TssaStep::whole}, {full_output, TssaStep::chunks},
+const TssaKernelStep kFullForward[] = {
+    {full_energy, TssaKernelStep::chunks},  {full_settle_energy, TssaKernelStep::whole},
+    {full_members, TssaKernelStep::chunks}, {full_settle_moment, TssaKernelStep::whole},
+    {full_output, TssaKernelStep::chunks},
 };
 
 }  // namespace tssa

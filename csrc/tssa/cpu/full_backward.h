@@ -9,7 +9,7 @@
 namespace {
 namespace tssa {
 
-void full_prepare(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+void full_prepare(const TssaCpuProblem& p, const TssaSequence& s, int64_t, float*) {
   const FullWork work(p, s);
   for (int h = 0; h < p.nheads; ++h) {
     float* const gate = work.gate + h * p.width();
@@ -25,7 +25,7 @@ void full_prepare(const TssaProblem& p, const TssaSequence& s, int64_t, float*) 
 }
 
 // sum_n Pi g w and sum_n Pi; sum_d g w A is stored in the place of dlogit.
-void full_dgate(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
+void full_dgate(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
   const Staging staging(p, memory);
   const FullWork work(p, s);
   float* const sums = work.parts + chunk * p.row_size();
@@ -64,7 +64,7 @@ void full_dgate(const TssaProblem& p, const TssaSequence& s, int64_t chunk, floa
   });
 }
 
-void full_settle_dmoment(const TssaProblem& p, const TssaSequence& s, int64_t, float* memory) {
+void full_settle_dmoment(const TssaCpuProblem& p, const TssaSequence& s, int64_t, float* memory) {
   const FullWork work(p, s);
   float* const masses = memory;
   add_parts(work.parts, s.chunks, p.row_size(), work.dmoment);
@@ -83,7 +83,7 @@ void full_settle_dmoment(const TssaProblem& p, const TssaSequence& s, int64_t, f
   }
 }
 
-void full_dlogit(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
+void full_dlogit(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
   const Staging staging(p, memory);
   const FullWork work(p, s);
   float* const sums = work.parts + chunk * p.row_size();
@@ -108,7 +108,7 @@ void full_dlogit(const TssaProblem& p, const TssaSequence& s, int64_t chunk, flo
   });
 }
 
-void full_settle_denergy(const TssaProblem& p, const TssaSequence& s, int64_t, float*) {
+void full_settle_denergy(const TssaCpuProblem& p, const TssaSequence& s, int64_t, float*) {
   const FullWork work(p, s);
   add_parts(work.parts, s.chunks, p.row_size(), work.denergy);
   for (int h = 0; h < p.nheads; ++h) {
@@ -126,7 +126,7 @@ void full_settle_denergy(const TssaProblem& p, const TssaSequence& s, int64_t, f
   }
 }
 
-void full_dw(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
+void full_dw(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
   const Staging staging(p, memory);
   const FullWork work(p, s);
   for_tiles(s, chunk, [&](int64_t first, int count) {
@@ -165,9 +165,10 @@ void full_dw(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* 
   });
 }
 
-const TssaStep kFullBackward[] = {
-    {full_prepare, TssaStep::whole}, {full_dgate, TssaStep::chunks},         {full_settle_dmoment, TssaStep::whole},
-    {full_dlogit, TssaStep::chunks}, {full_settle_denergy, TssaStep::whole}, {full_dw, TssaStep::chunks},
+const TssaKernelStep kFullBackward[] = {
+    {full_prepare, TssaKernelStep::whole},        {full_dgate, TssaKernelStep::chunks},
+    {full_settle_dmoment, TssaKernelStep::whole}, {full_dlogit, TssaKernelStep::chunks},
+    {full_settle_denergy, TssaKernelStep::whole}, {full_dw, TssaKernelStep::chunks},
 };
 
 }  // namespace tssa

@@ -18,17 +18,17 @@ constexpr int64_t kTssaChunk = 64;
 // A tensor (heads, tokens, channels) of one sequence; strides in elements. Elements have type T, or the call's dtype if
 // T is char. Null data: the call has no such tensor.
 template <class T>
-struct TssaStrided {
+struct TssaCpuTensor {
   T* data;
   int64_t head, token, channel;
 
   CRATE_ALWAYS_INLINE T* at(int64_t h, int64_t n) const { return data + h * head + n * token; }
   // One head of the tensor.
-  CRATE_ALWAYS_INLINE TssaStrided of_head(int64_t h) const { return {data + h * head, 0, token, channel}; }
+  CRATE_ALWAYS_INLINE TssaCpuTensor of_head(int64_t h) const { return {data + h * head, 0, token, channel}; }
 };
 
 // The sizes and numbers that every sequence of a call shares.
-struct TssaProblem {
+struct TssaCpuProblem {
   Dtype dtype;
   int nheads;
   int head_dim;
@@ -51,11 +51,11 @@ struct TssaSequence {
   int64_t chunks;
   int64_t first_key;  // earlier tokens have no key to sum over; in the full form 0 or seqlen
   uint32_t counter;   // sequence * nheads, for dropout
-  TssaStrided<char> w, out, dout, dw;
-  TssaStrided<const uint8_t> keep;  // not 0: the token enters the sums. A byte of a bool tensor may be any number.
-  TssaStrided<float> membership;
-  TssaStrided<const float> dmembership;
-  TssaStrided<float> dlogit;
+  TssaCpuTensor<char> w, out, dout, dw;
+  TssaCpuTensor<const uint8_t> keep;  // not 0: the token enters the sums. A byte of a bool tensor may be any number.
+  TssaCpuTensor<float> membership;
+  TssaCpuTensor<const float> dmembership;
+  TssaCpuTensor<float> dlogit;
   float *energy, *moment;  // (nheads, head_dim) each, of the full form
   // The state of decoding, with (nheads,) of `state_mass`: read at the start, updated at the end.
   double *state_energy, *state_moment, *state_mass;
@@ -68,25 +68,25 @@ struct TssaSequence {
 
 // A step of a kernel. Steps run one after another. A step over `chunks` may run them in any order or at once, unless it
 // is `ascending` or `descending`: then each chunk needs the results of the chunk before it.
-struct TssaStep {
-  void (*run)(const TssaProblem&, const TssaSequence&, int64_t chunk, float* staging);
+struct TssaKernelStep {
+  void (*run)(const TssaCpuProblem&, const TssaSequence&, int64_t chunk, float* staging);
   enum Kind { whole, chunks, ascending, descending } kind;
 };
 
 // A kernel: its steps for one thread per sequence, its steps for several threads per sequence, the time of these on one
 // thread as a multiple of the time of those, and the floats of `work` that it needs per sequence.
 struct TssaKernel {
-  const TssaStep* alone;
+  const TssaKernelStep* alone;
   int alone_steps;
-  const TssaStep* shared;
+  const TssaKernelStep* shared;
   int shared_steps;
   int shared_cost;
-  int64_t (*work_size)(const TssaProblem&, int64_t chunks);
+  int64_t (*work_size)(const TssaCpuProblem&, int64_t chunks);
 };
 
 struct TssaKernels {
   TssaKernel forward, backward, causal_forward, causal_backward;
-  int64_t (*staging_size)(const TssaProblem&);  // floats per thread
+  int64_t (*staging_size)(const TssaCpuProblem&);  // floats per thread
 };
 extern const TssaKernels tssa_portable, tssa_avx2, tssa_avx512, tssa_avx512_bf16;
 

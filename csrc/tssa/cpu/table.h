@@ -8,8 +8,8 @@ namespace {
 namespace tssa {
 
 template <int kAlone, int kShared>
-constexpr TssaKernel tssa_kernel(const TssaStep (&alone)[kAlone], const TssaStep (&shared)[kShared], int shared_cost,
-                                 int64_t (*work_size)(const TssaProblem&, int64_t)) {
+constexpr TssaKernel tssa_kernel(const TssaKernelStep (&alone)[kAlone], const TssaKernelStep (&shared)[kShared],
+                                 int shared_cost, int64_t (*work_size)(const TssaCpuProblem&, int64_t)) {
   return {alone, kAlone, shared, kShared, shared_cost, work_size};
 }
 

@@ -45,7 +45,7 @@ CRATE_INLINE Vi has_key(const TssaSequence& s, int64_t first, int count) {
 
 // sums[d] += sum_n weight[n] w_nd^2 over n < kTokens.
 template <int kTokens = kLanes, class T>
-CRATE_INLINE void add_squares(const TssaStrided<T>& w, int vectors, const float* weight, float* sums) {
+CRATE_INLINE void add_squares(const TssaCpuTensor<T>& w, int vectors, const float* weight, float* sums) {
   for_groups(vectors, [&](auto count, int v) CRATE_LAMBDA {
     constexpr int kCount = decltype(count)::value;
     Vf acc[kCount];
@@ -76,7 +76,7 @@ struct Reciprocals {
 // sums[d] += sum_n weight[n] w_nd^2 / c_d. The ratio comes first: w^2 times a small weight underflows in channels whose
 // c is still in range.
 template <class T>
-CRATE_INLINE void add_ratios(const TssaStrided<T>& w, int vectors, const Reciprocals& c, const float* weight,
+CRATE_INLINE void add_ratios(const TssaCpuTensor<T>& w, int vectors, const Reciprocals& c, const float* weight,
                              float* sums) {
   for_groups(vectors, [&](auto count, int v) CRATE_LAMBDA {
     constexpr int kCount = decltype(count)::value;
@@ -100,7 +100,7 @@ CRATE_INLINE void add_ratios(const TssaStrided<T>& w, int vectors, const Recipro
 
 // Lane n: sum_d w_nd^2 factor[d].
 template <class T>
-CRATE_INLINE Vf square_dots(const TssaStrided<T>& w, int vectors, const float* factor) {
+CRATE_INLINE Vf square_dots(const TssaCpuTensor<T>& w, int vectors, const float* factor) {
   Vf acc[kLanes] = {};
   for_groups(vectors, [&](auto count, int v) CRATE_LAMBDA {
     constexpr int kCount = decltype(count)::value;
@@ -121,7 +121,7 @@ CRATE_INLINE Vf square_dots(const TssaStrided<T>& w, int vectors, const float* f
 
 // Lane n: sum_d w_nd^2 / c_d.
 template <class T>
-CRATE_INLINE Vf ratio_dots(const TssaStrided<T>& w, int vectors, const Reciprocals& c) {
+CRATE_INLINE Vf ratio_dots(const TssaCpuTensor<T>& w, int vectors, const Reciprocals& c) {
   Vf acc[kLanes] = {};
   for_groups(vectors, [&](auto count, int v) CRATE_LAMBDA {
     constexpr int kCount = decltype(count)::value;
@@ -181,7 +181,7 @@ CRATE_INLINE void softmax_backward(int nheads, const float* membership, float* g
 }
 
 // The dropout factors of one head's row, for p.width() channels.
-void dropout_row(const TssaProblem& p, uint32_t head, int64_t row, float* factor) {
+void dropout_row(const TssaCpuProblem& p, uint32_t head, int64_t row, float* factor) {
   alignas(64) int32_t channel[16];
   alignas(64) uint32_t word[16];
   for (int64_t d = 0; d < p.width(); d += 16) {
@@ -192,7 +192,7 @@ void dropout_row(const TssaProblem& p, uint32_t head, int64_t row, float* factor
 }
 
 // The same for the tokens of a tile.
-CRATE_INLINE void dropout_rows(const TssaProblem& p, uint32_t head, int64_t first, const Floats& factor) {
+CRATE_INLINE void dropout_rows(const TssaCpuProblem& p, uint32_t head, int64_t first, const Floats& factor) {
   for (int n = 0; n < kLanes; ++n) dropout_row(p, head, first + n, at(factor, n, 0));
 }
 
@@ -211,7 +211,8 @@ CRATE_INLINE void add_parts(const float* parts, int64_t count, int64_t size, Sum
 }
 
 // sums = the sum of w^2 over a chunk's kept tokens.
-CRATE_INLINE void sum_squares(const TssaProblem& p, const TssaSequence& s, int64_t chunk, float* memory, float* sums) {
+CRATE_INLINE void sum_squares(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk, float* memory,
+                              float* sums) {
   const Staging staging(p, memory);
   memset(sums, 0, p.row_size() * sizeof(float));
   for_tiles(s, chunk, [&](int64_t first, int count) {
@@ -233,7 +234,7 @@ CRATE_INLINE void sum_squares(const TssaProblem& p, const TssaSequence& s, int64
 }
 
 // Loads the membership of a tile, and its part that enters the sums.
-CRATE_INLINE void load_members(const TssaProblem& p, const TssaSequence& s, int64_t first, int count, Vf keep,
+CRATE_INLINE void load_members(const TssaCpuProblem& p, const TssaSequence& s, int64_t first, int count, Vf keep,
                                float* members, float* counted) {
   for (int h = 0; h < p.nheads; ++h) {
     const Vf pi = load_some(s.membership.at(h, first), count);

@@ -11,19 +11,19 @@ namespace {
 namespace tssa {
 
 using crate_kernels::kTssaChunk;
+using crate_kernels::TssaCpuProblem;
+using crate_kernels::TssaCpuTensor;
 using crate_kernels::TssaKernel;
-using crate_kernels::TssaProblem;
+using crate_kernels::TssaKernelStep;
 using crate_kernels::TssaSequence;
-using crate_kernels::TssaStep;
-using crate_kernels::TssaStrided;
-using Floats = TssaStrided<float>;
-using Halves = TssaStrided<uint16_t>;  // bf16
-using Tokens = TssaStrided<char>;
+using Floats = TssaCpuTensor<float>;
+using Halves = TssaCpuTensor<uint16_t>;  // bf16
+using Tokens = TssaCpuTensor<char>;
 
 static_assert(kTssaChunk % kLanes == 0, "a chunk is whole tiles");
 constexpr int kTilesPerChunk = kTssaChunk / kLanes;
 
-CRATE_INLINE int vectors_of(const TssaProblem& p) {
+CRATE_INLINE int vectors_of(const TssaCpuProblem& p) {
   return (p.head_dim + kLanes - 1) / kLanes;
 }
 
@@ -69,7 +69,7 @@ CRATE_INLINE void store_group(float* row, const Vf (&group)[kCount]) {
 
 // Vector v of token n of one head's tokens.
 template <class T>
-CRATE_INLINE T* at(const TssaStrided<T>& rows, int n, int v) {
+CRATE_INLINE T* at(const TssaCpuTensor<T>& rows, int n, int v) {
   return rows.data + n * rows.token + v * kLanes;
 }
 CRATE_INLINE Vf read(const float* p) {
@@ -85,17 +85,17 @@ CRATE_INLINE void write(uint16_t* p, Vf x) {
   store_bf16(p, x);
 }
 template <class T>
-CRATE_INLINE Vf get(const TssaStrided<T>& rows, int n, int v) {
+CRATE_INLINE Vf get(const TssaCpuTensor<T>& rows, int n, int v) {
   return read(at(rows, n, v));
 }
 template <class T>
-CRATE_INLINE void put(const TssaStrided<T>& rows, int n, int v, Vf x) {
+CRATE_INLINE void put(const TssaCpuTensor<T>& rows, int n, int v, Vf x) {
   write(at(rows, n, v), x);
 }
 
 // Goes from a token to the next one. Hidden from the compiler, which would keep an address per token, in memory.
 template <class T>
-CRATE_INLINE void step(const TssaStrided<T>& rows, T*& token) {
+CRATE_INLINE void step(const TssaCpuTensor<T>& rows, T*& token) {
   token += rows.token;
 #if defined(__x86_64__) || defined(__aarch64__)
   asm("" : "+r"(token));
@@ -113,7 +113,7 @@ struct Staging {
   float *members, *counted, *dots;  // (nheads, kLanes) each
   float* rest;
 
-  Staging(const TssaProblem& p, float* memory) {
+  Staging(const TssaCpuProblem& p, float* memory) {
     const int64_t tile = kLanes * p.row_size(), tokens = kLanes * p.nheads;
     w = memory;
     grad = w + tile;
@@ -124,7 +124,7 @@ struct Staging {
     rest = dots + tokens;
   }
   // After the tiles, for the causal backward: running sums at each tile, and the dropout factors of a tile.
-  static int64_t size(const TssaProblem& p) {
+  static int64_t size(const TssaCpuProblem& p) {
     const int64_t tile = kLanes * p.row_size(), tokens = kLanes * p.nheads;
     const int64_t sums = 2 * p.row_size() + p.head_size();
     return 3 * tile + 3 * tokens + (kTilesPerChunk + 1) * sums + kLanes * p.width() + 2 * tokens + sums;
@@ -134,12 +134,12 @@ struct Staging {
 constexpr int kMostAtOnce = 256;  // channels per conversion
 
 // A tile of copies in fp32.
-CRATE_INLINE Floats tile_at(const TssaProblem& p, float* staging) {
+CRATE_INLINE Floats tile_at(const TssaCpuProblem& p, float* staging) {
   return {staging, kLanes * p.width(), p.width(), 1};
 }
 
 // Copies `count` tokens of every head to a tile in fp32, zero beyond the last token and the last channel.
-Floats copy_tile(const TssaProblem& p, const Tokens& tokens, int64_t first, int count, float* staging) {
+Floats copy_tile(const TssaCpuProblem& p, const Tokens& tokens, int64_t first, int count, float* staging) {
   const int64_t width = p.width();
   const Floats tile = tile_at(p, staging);
   if (tokens.data == nullptr) return tile;
@@ -158,7 +158,7 @@ Floats copy_tile(const TssaProblem& p, const Tokens& tokens, int64_t first, int 
 }
 
 // Rounds a tile to its place in the tensor.
-void store_tile(const TssaProblem& p, const Floats& tile, const Tokens& tokens, int64_t first, int count) {
+void store_tile(const TssaCpuProblem& p, const Floats& tile, const Tokens& tokens, int64_t first, int count) {
   for (int h = 0; h < p.nheads; ++h) {
     for (int n = 0; n < count; ++n) {
       for (int d = 0; d < p.head_dim; d += kMostAtOnce) {
@@ -177,34 +177,35 @@ struct Operands {
 
 // kLanes tokens of every head of them.
 template <class T>
-struct Tile {
-  TssaStrided<T> w, grad, out;
+struct TokenTile {
+  TssaCpuTensor<T> w, grad, out;
 };
 
 CRATE_INLINE bool in_vectors(const Tokens& tokens) {
   return tokens.data == nullptr || tokens.channel == 1;
 }
 template <class T>
-CRATE_INLINE TssaStrided<T> in_place(const TssaProblem& p, const Tokens& tokens, int64_t first) {
+CRATE_INLINE TssaCpuTensor<T> in_place(const TssaCpuProblem& p, const Tokens& tokens, int64_t first) {
   if (tokens.data == nullptr) return {};
   return {reinterpret_cast<T*>(element(tokens, p.dtype, 0, first, 0)), tokens.head, tokens.token, 1};
 }
 template <class T>
-CRATE_INLINE Tile<T> in_place(const TssaProblem& p, const Operands& t, int64_t first) {
+CRATE_INLINE TokenTile<T> in_place(const TssaCpuProblem& p, const Operands& t, int64_t first) {
   return {in_place<T>(p, t.w, first), in_place<T>(p, t.grad, first), in_place<T>(p, t.out, first)};
 }
 
 // Calls body(tile) for `count` tokens. The tile lies in the tensors themselves if they are whole vectors of fp32 or
 // bf16, and whole tiles. Otherwise it is a copy in fp32, and what the body writes is stored afterwards.
 template <class Body>
-CRATE_INLINE void with_tile(const TssaProblem& p, const Operands& t, int64_t first, int count, const Staging& staging,
-                            const Body& body) {
+CRATE_INLINE void with_tile(const TssaCpuProblem& p, const Operands& t, int64_t first, int count,
+                            const Staging& staging, const Body& body) {
   const bool whole =
       count == kLanes && p.head_dim % kLanes == 0 && in_vectors(t.w) && in_vectors(t.grad) && in_vectors(t.out);
   if (whole && p.dtype == Dtype::bf16) return body(in_place<uint16_t>(p, t, first));
   if (whole && p.dtype == Dtype::f32) return body(in_place<float>(p, t, first));
   const Floats out = tile_at(p, staging.out);
-  body(Tile<float>{copy_tile(p, t.w, first, count, staging.w), copy_tile(p, t.grad, first, count, staging.grad), out});
+  body(TokenTile<float>{copy_tile(p, t.w, first, count, staging.w), copy_tile(p, t.grad, first, count, staging.grad),
+                        out});
   if (t.out.data != nullptr) store_tile(p, out, t.out, first, count);
 }
 

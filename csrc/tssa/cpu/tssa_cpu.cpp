@@ -40,8 +40,8 @@ double* doubles(const std::optional<Tensor>& t) {
 }
 
 template <class Args>
-TssaProblem problem(const Args& t) {
-  TssaProblem p = {};
+TssaCpuProblem problem(const Args& t) {
+  TssaCpuProblem p = {};
   p.dtype = dtype_of(t.w);
   p.nheads = static_cast<int>(t.w.size(1));
   p.head_dim = static_cast<int>(t.w.size(t.w.dim() - 1));
@@ -55,7 +55,7 @@ TssaProblem problem(const Args& t) {
   return p;
 }
 
-TssaStrided<char> tokens_of(const Tensor& t, bool packed, int64_t sequence, int64_t first) {
+TssaCpuTensor<char> tokens_of(const Tensor& t, bool packed, int64_t sequence, int64_t first) {
   char* const data = static_cast<char*>(t.data_ptr());
   const int64_t item = static_cast<int64_t>(t.element_size());
   if (packed) return {data + first * t.stride(0) * item, t.stride(1), t.stride(0), t.stride(2)};
@@ -65,7 +65,7 @@ TssaStrided<char> tokens_of(const Tensor& t, bool packed, int64_t sequence, int6
 // The sequences of a call, with what a forward and a backward have in common; add(sequence, its number, its first
 // packed row, its place in a tensor with a number per head and token) adds the rest.
 template <class Args, class Add>
-std::vector<TssaSequence> list_sequences(const Args& t, const TssaProblem& p, const Add& add) {
+std::vector<TssaSequence> list_sequences(const Args& t, const TssaCpuProblem& p, const Add& add) {
   const bool packed = t.call.packed();
   const int64_t total = packed ? t.w.size(0) : t.w.size(2), count = t.call.nsequences(t.w);
   const int32_t* const bounds = packed ? static_cast<const int32_t*>(t.call.cu_seqlens->data_ptr()) : nullptr;
@@ -99,17 +99,18 @@ std::vector<TssaSequence> list_sequences(const Args& t, const TssaProblem& p, co
   return sequences;
 }
 
-void run_steps(const TssaProblem& p, const TssaSequence& s, const TssaKernel& kernel, float* staging) {
+void run_steps(const TssaCpuProblem& p, const TssaSequence& s, const TssaKernel& kernel, float* staging) {
   for (int i = 0; i < kernel.alone_steps; ++i) {
-    const TssaStep& step = kernel.alone[i];
-    const int64_t count = step.kind == TssaStep::whole ? 1 : s.chunks;
-    for (int64_t n = 0; n < count; ++n) step.run(p, s, step.kind == TssaStep::descending ? count - 1 - n : n, staging);
+    const TssaKernelStep& step = kernel.alone[i];
+    const int64_t count = step.kind == TssaKernelStep::whole ? 1 : s.chunks;
+    for (int64_t n = 0; n < count; ++n)
+      step.run(p, s, step.kind == TssaKernelStep::descending ? count - 1 - n : n, staging);
   }
 }
 
 // A thread takes whole sequences, which then stay in its cache, unless there are so few sequences that more threads
 // make up for what sharing them costs.
-void run(const TssaProblem& p, std::vector<TssaSequence>& sequences, const TssaKernel& kernel) {
+void run(const TssaCpuProblem& p, std::vector<TssaSequence>& sequences, const TssaKernel& kernel) {
   if (p.nheads == 0) return;  // every result is empty, and memory for no number is null
   const int64_t count = static_cast<int64_t>(sequences.size()), staging_size = kernels().staging_size(p);
   if (kernel.shared_cost * count >= torch::stable::get_num_threads()) {
@@ -134,8 +135,8 @@ void run(const TssaProblem& p, std::vector<TssaSequence>& sequences, const TssaK
     for (int64_t chunk = 0; chunk < s.chunks; ++chunk) chunks.emplace_back(&s, chunk);
   }
   for (int i = 0; i < kernel.shared_steps; ++i) {
-    const TssaStep& step = kernel.shared[i];
-    const auto& tasks = step.kind == TssaStep::whole ? wholes : chunks;
+    const TssaKernelStep& step = kernel.shared[i];
+    const auto& tasks = step.kind == TssaKernelStep::whole ? wholes : chunks;
     for_each_task(static_cast<int64_t>(tasks.size()), [&](int64_t task, Arena& arena) {
       float* const staging = reinterpret_cast<float*>(arena.reserve(staging_size * sizeof(float)));
       step.run(p, *tasks[task].first, tasks[task].second, staging);
@@ -162,7 +163,7 @@ void advance(const TssaForwardArgs& t) {
 void forward(const TssaForwardArgs& t) {
   check_tssa_forward(t);
   clear_uncovered(t.call.cu_seqlens, t.w.size(0), {&t.out, &t.membership});
-  const TssaProblem p = problem(t);
+  const TssaCpuProblem p = problem(t);
   auto sequences = list_sequences(t, p, [&](TssaSequence& s, int64_t b, int64_t first, int64_t) {
     s.out = tokens_of(t.out, t.call.packed(), b, first);
     if (!t.lengths.has_value()) return;
@@ -180,7 +181,7 @@ void forward(const TssaForwardArgs& t) {
 void backward(const TssaBackwardArgs& t) {
   check_tssa_backward(t);
   clear_uncovered(t.call.cu_seqlens, t.w.size(0), {&t.dw});
-  const TssaProblem p = problem(t);
+  const TssaCpuProblem p = problem(t);
   const int64_t count = t.call.nsequences(t.w);
   std::vector<double> dtemp(count * p.nheads);
   Arena memory;

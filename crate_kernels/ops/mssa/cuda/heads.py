@@ -31,7 +31,7 @@ def _columns_bytes(rows: int, tail: int) -> int:
 
 
 def shared_bytes(dim: int, rows: int, masked: bool) -> int | None:
-    """Return what a block takes of shared memory, as HeadShape does; None if that is more than there is."""
+    """Return what a block takes of shared memory, as HeadBackwardShape does; None if that is more than there is."""
     blocks, panels = min(rows // 64, 3), -(-dim // 64)
     columns = _columns_bytes(rows, rows - 64 * blocks)
     stage = (3 if masked else 2) * panels * rows * _ROW
@@ -45,7 +45,7 @@ def _most_beside(dim: int) -> int:
 
 
 def forward_shared_bytes(dim: int, rows: int) -> int:
-    """Return what a block of the forward takes of shared memory, as ForwardShape does."""
+    """Return what a block of the forward takes of shared memory, as HeadForwardShape does."""
     tail, panels = rows % 64, -(-dim // 64)
     stage = panels * rows * _ROW
     rest = panels * 64 * _ROW + _columns_bytes(rows, tail) + 128 * tail + 2560
