@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from crate_kernels._core import files, operator
+from crate_kernels._core import autograd, files, operator
 
 FOLDER = Path(__file__).with_name("timed")
 Class = tuple[str, torch.dtype, tuple[int, ...], int, bool]
@@ -78,4 +78,4 @@ def taken(op: str, sizes: tuple[int, ...], length: int, causal: bool, inputs: tu
         return None
     if torch._C._are_functorch_transforms_active():  # what they make of a call was not timed
         return None
-    return found.get("both" if operator.needs_grad(*inputs) else "forward")
+    return found.get("both" if autograd.needs_grad(*inputs) else "forward")

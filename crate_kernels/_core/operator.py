@@ -20,9 +20,7 @@ from torch._guards import TracingContext
 from crate_kernels._core import backends, given, imports, plan, vmapped
 
 _LIB = torch.library.Library("crate_kernels", "DEF")
-_twins: dict[type, type] = {}
-_of_op: dict[str, Callable] = {}  # by the name of an op: what differentiates a call of it
-_op_of: dict[type, Callable] = {}  # by an autograd.Function: the op of its arguments
+of_op: dict[str, Callable] = {}  # by the name of an op: what differentiates a call of it
 _SCHEMA_TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -52,28 +50,33 @@ def split(record: Any, args: tuple) -> tuple[tuple, Any, str]:
     return args[: -count - 1], record._make(args[-count - 1 : -1]), args[-1]
 
 
-def body(
-    op: str, function: str, record: Any, of: int, called: str = "", order: backends.BackendOrder | None = None
+def make_dispatcher(
+    op: str,
+    method: str,
+    options_cls: Any,
+    dispatch_arg: int,
+    public_name: str = "",
+    reorder: backends.BackendOrder | None = None,
 ) -> Callable:
-    """Return the body of an op whose arguments are tensors, then the fields of ``record``, then the backend.
+    """Return the body of an op whose arguments are tensors, then the fields of ``options_cls``, then the backend.
 
-    The body runs ``function(*tensors, record)`` of the backend's kernel module, with contiguous tensors in ``record``.
-    Tensor number ``of`` decides the device and dtype. Messages name the public function ``called``, by default ``op``.
-    ``order`` says which backends to try where none was named.
+    The body runs ``method(*tensors, options)`` of the backend's kernel module, with contiguous tensors in the options.
+    Tensor number ``dispatch_arg`` decides the device and dtype. Messages name the public function ``public_name``, by
+    default ``op``. ``reorder`` says which backends to try where none was named.
     """
-    if called:
-        backends.PUBLIC[op, function] = called
-    fields, options = tensor_fields(record), len(record._fields) + 1
+    if public_name:
+        backends.PUBLIC[op, method] = public_name
+    fields, count = tensor_fields(options_cls), len(options_cls._fields) + 1
 
-    def run(*args: Any) -> Any:
-        tensors, call, backend = args[:-options], record._make(args[-options:-1]), args[-1]  # split(), inline
+    def dispatch(*args: Any) -> Any:
+        tensors, options, backend = args[:-count], options_cls._make(args[-count:-1]), args[-1]  # split(), inline
         for name in fields:
-            option = getattr(call, name)
+            option = getattr(options, name)
             if option is not None and not option.is_contiguous():
-                call = call._replace(**{name: option.contiguous()})
-        return backends.run(op, function, backend, tensors[of], *tensors, call, order=order)
+                options = options._replace(**{name: option.contiguous()})
+        return backends.run(op, method, backend, tensors[dispatch_arg], *tensors, options, order=reorder)
 
-    return run
+    return dispatch
 
 
 def define(
@@ -133,8 +136,8 @@ def define(
         """Serve calls in graphs, of export and of jit.trace: they have the ops, and no autograd.Function."""
         _refuse_onnx(name)
         wanted = torch.is_grad_enabled() and any([isinstance(a, Tensor) and a.requires_grad for a in args])
-        if wanted and name in _of_op:
-            return _of_op[name](*args)
+        if wanted and name in of_op:
+            return of_op[name](*args)
         with torch._C._AutoDispatchBelowAutograd():
             return overload.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
@@ -237,84 +240,9 @@ def _a_mode_is_active() -> bool:
     return _dispatch_modes() > 0 or _transforms_are_active() or _key_is_included(_VMAP) or _tracing_state() is not None
 
 
-def traced_by_autograd(function: type) -> type:
-    """Have torch.compile trace an autograd.Function by running it, as a decorator.
-
-    Autograd then refuses a saved tensor that was changed in place. Dynamo's own translation of a Function silently
-    uses the changed value (PyTorch 2.13).
-    """
-    imports.when_imported("torch._dynamo", lambda _: torch.compiler.allow_in_graph(function))
-    return function
-
-
-def save(ctx: Any, function: Any, inputs: tuple, outputs: Any, call: Any, backend: str) -> None:
-    """Keep for a backward pass what ``function.keep`` says of a call, its options and its ``ctx.backend``."""
-    held = tuple(name for name in tensor_fields(type(call)) if getattr(call, name) is not None)
-    function.keep(ctx, inputs, outputs, tuple(getattr(call, name) for name in held))
-    ctx.call = call._replace(**dict.fromkeys(held)) if held else call
-    ctx.held, ctx.backend = held, backend
-
-
-def saved(op: str, ctx: Any) -> tuple[tuple[Any, ...], Any]:
-    """Return the tensors and the options that ``save`` saved."""
-    return with_held(saved_tensors(op, ctx), ctx.call, ctx.held)
-
-
-def with_held(tensors: tuple[Any, ...], call: Any, held: tuple[str, ...]) -> tuple[tuple[Any, ...], Any]:
-    """Return the tensors that were saved, and the options with those that they hold in the end."""
-    if not held:
-        return tensors, call
-    first = len(tensors) - len(held)
-    return tensors[:first], call._replace(**dict(zip(held, tensors[first:], strict=True)))
-
-
-def saved_tensors(op: str, ctx: Any) -> tuple[Any, ...]:
-    """Return the tensors that a Function saved; if one was changed in place since, raise an error with advice."""
-    try:
-        return ctx.saved_tensors
-    except RuntimeError as error:
-        if "inplace operation" not in str(error):
-            raise
-        raise RuntimeError(
-            f"{op}: an input or output of this call was changed in place before the backward pass, which reads it; "
-            "change a copy instead: out = out + x, or out.clone()"
-        ) from error
-
-
-def differentiate(op: Callable, function: type, arguments: Callable = lambda *args: args) -> None:
-    """Have calls of an op in a graph differentiated by an autograd.Function, of ``arguments`` of the op's."""
-    _of_op[op.__name__] = lambda *args: apply(function, *arguments(*args))
-
-
-def functorch_twin(function: type, op: Callable) -> None:
-    """Give an autograd.Function a twin that functorch transforms accept.
-
-    ``function`` has static methods ``save(ctx, inputs, outputs)`` and ``backward``; ``op`` maps its
-    inputs to its outputs. The twin's separate ``setup_context`` costs an ``inspect`` bind per call,
-    so the twin is used only while a transform is active.
-    """
-    body = {
-        "generate_vmap_rule": True,
-        "forward": staticmethod(op),
-        "setup_context": staticmethod(function.save),  # pyright: ignore[reportAttributeAccessIssue]
-        "backward": staticmethod(function.backward),  # pyright: ignore[reportAttributeAccessIssue]
-    }
-    _twins[function] = type(f"{function.__name__}Functorch", (torch.autograd.Function,), body)
-    _op_of[function] = op
-
-
 def is_recorded() -> bool:
     """Return whether ``torch.jit.trace`` records what is called: ops, for it knows no autograd.Function again."""
     return _tracing_state() is not None
-
-
-def apply(function: Any, *args: Any) -> Any:
-    """Apply an autograd.Function, or its twin while a functorch transform is active; jit.trace records its op."""
-    if is_recorded():
-        return _op_of[function](*args)
-    if _functorch_is_active():
-        function = _twins.get(function, function)
-    return function.apply(*args)
 
 
 _FORWARD_AD: Any = torch.autograd.forward_ad
@@ -339,56 +267,14 @@ def is_short(tensors: Sequence) -> bool:
     )
 
 
-def needs_grad(*tensors: Tensor | None) -> bool:
-    """Return whether any of ``tensors`` may need a gradient from this call; under a functorch transform, assume so."""
-    if not torch.is_grad_enabled():
-        return False
-    for t in tensors:
-        if t is not None and t.requires_grad:
-            return True
-    return _functorch_is_active()
-
-
-def _functorch_is_active() -> bool:
+def functorch_is_active() -> bool:
     """Return whether a functorch transform is active outside torch.compile, which traces transforms itself."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def is_mapped() -> bool:
     """Return whether ``torch.func.vmap`` is active, outside torch.compile."""
-    return _functorch_is_active() and any(level.key().name == "Vmap" for level in get_interpreter_stack() or ())
-
-
-class _RefuseDoubleBackward(torch.autograd.Function):
-    """Identity on a gradient; its derivative raises an error with advice."""
-
-    generate_vmap_rule = True  # torch.func.grad builds this graph too; jacrev maps over it
-
-    @staticmethod
-    def forward(message: str, grad: Tensor, *sources: Tensor) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        ctx.message = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise NotImplementedError(ctx.message)
-
-
-def once_differentiable(
-    op: str, grad: Tensor, *sources: Tensor | None, where: str = "by this backend; use backend='reference'"
-) -> Tensor:
-    """Return ``grad``; under ``create_graph=True``, refuse to differentiate the result again.
-
-    ``where`` ends the message. ``sources`` are the tensors that the gradient depends on. If none of them requires a
-    gradient, autograd takes the result for a constant and its derivative for zero.
-    """
-    if not torch.is_grad_enabled():
-        return grad
-    message = f"{op}: double backward is not supported {where}"
-    return _RefuseDoubleBackward.apply(message, grad, *(s for s in sources if s is not None))  # pyright: ignore
+    return functorch_is_active() and any(level.key().name == "Vmap" for level in get_interpreter_stack() or ())
 
 
 def with_contiguous(body: Callable, *written: Tensor) -> Any:

@@ -1,9 +1,8 @@
 """Matrix products on CPUs: by which of PyTorch's libraries, and in which dtype. Most of a model's time are products.
 
-PyTorch multiplies float32 by MKL, which leaves half of AVX-512 unused on AMD; oneDNN does not, and is slower elsewhere.
 PyTorch takes MKL for float32, which leaves half of AVX-512 unused on AMD; oneDNN does not, but is slower elsewhere.
-bits, where the processor has no arithmetic for them or at half of float32's rate, products are taken in float32 and
-rounded once. A bias in bfloat16 oneDNN adds itself, to the bits of PyTorch's copy. docs/cpu.md has the rates.
+Tokens of 16 bits are multiplied in float32 and rounded once, where the processor has no arithmetic for them or only at
+half of float32's rate. oneDNN adds a bias in bfloat16 itself, to the bits of PyTorch's copy. docs/cpu.md has the rates.
 """
 
 from __future__ import annotations

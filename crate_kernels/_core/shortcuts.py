@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, int32, is_grad_enabled, strided
 from torch.compiler import is_compiling
 
-from crate_kernels._core import operator, plan
+from crate_kernels._core import autograd, operator, plan
 
 _MOST_SHORTCUTS = 4096
 
@@ -86,12 +86,12 @@ def _lean(shortcut: _Shortcut) -> Callable[..., Any]:
 
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         needs = ctx.needs_input_grad
-        saved = operator.saved_tensors(owner.name, ctx)  # once: hooks of checkpoints refuse to unpack a tensor again
+        saved = autograd.saved_tensors(owner.name, ctx)  # once: hooks of checkpoints refuse to unpack a tensor again
         found = shortcut.differentiate(needs, grads, saved)
         if found is None:
             ctx.backend = shortcut.backend
             grads += (None,) * (owner.results - len(grads))
-            found = function.gradients(ctx, operator.with_held(saved, shortcut.call, shortcut.held), *grads)[:inputs]
+            found = function.gradients(ctx, autograd.with_held(saved, shortcut.call, shortcut.held), *grads)[:inputs]
         return found if len(found) == len(needs) else found + (None,) * (len(needs) - len(found))
 
     body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
@@ -198,7 +198,7 @@ class Shortcuts:
         """Return the options of a call's backward; None where no plan may serve it."""
         if self._planned_backward is None:
             return None
-        tensors, call = operator.with_held(saved, shortcut.call, shortcut.held)
+        tensors, call = autograd.with_held(saved, shortcut.call, shortcut.held)
         grads += (None,) * (self.results - len(grads))
         arguments = self.function.arguments(needs, grads, tensors)
         return self._planned_backward.entry((*arguments, *call, shortcut.backend))[0]

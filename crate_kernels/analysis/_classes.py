@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crate_kernels._core import operator
+from crate_kernels._core import autograd, operator
 
 from ._factors import factors
 
@@ -83,4 +83,4 @@ class _ClassRate(torch.autograd.Function):
     def backward(ctx: Any, drate: Tensor, _: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         z, gradient = ctx.saved_tensors
         where = "under torch.compile or vmap; call it outside of them"
-        return operator.once_differentiable(ctx.op, drate * gradient, z, where=where), None, None, None
+        return autograd.once_differentiable(ctx.op, drate * gradient, z, where=where), None, None, None

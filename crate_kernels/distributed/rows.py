@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from crate_kernels._core import operator
+from crate_kernels._core import autograd, operator
 from crate_kernels.distributed.collectives import Ranks, without_autocast
 from crate_kernels.distributed.layout import SequenceLayout
 from crate_kernels.ops.mssa import rectangular
@@ -117,7 +117,7 @@ class RowsFunction(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return dw, complete."""
-        w, out, lse, low = operator.saved_tensors("mssa", ctx)
+        w, out, lse, low = autograd.saved_tensors("mssa", ctx)
         call: RowsCall = ctx.call
         numbers = lse, rectangular.delta(w, dout, out, lse, call.attention, call.backend, low), dlse
         dw = w.new_zeros(w.shape, dtype=lse.dtype)
@@ -128,4 +128,4 @@ class RowsFunction(torch.autograd.Function):
                 if rectangular.sees(rows, columns, call.attention) or rectangular.sees(columns, rows, call.attention):
                     dw[:, :, place] += rectangular.backward(rows, columns, call.attention, call.backend)
         grad = operator.merged_layout(dw.to(w.dtype))
-        return operator.once_differentiable("mssa", grad, dout, dlse, w), None
+        return autograd.once_differentiable("mssa", grad, dout, dlse, w), None

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from crate_kernels._core import autograd, operator, philox
 from crate_kernels._core import given as tensors
-from crate_kernels._core import operator, philox
 from crate_kernels.distributed.collectives import Ranks, without_autocast
 from crate_kernels.ops.tssa import call as whole
 from crate_kernels.ops.tssa import given
@@ -118,7 +118,7 @@ class Full(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, dout: Tensor, dmembership: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return dw and this rank's part of dtemp."""
-        w, temp, membership, energy, moment, mass = operator.saved_tensors("tssa", ctx)
+        w, temp, membership, energy, moment, mass = autograd.saved_tensors("tssa", ctx)
         call: StatsCall = ctx.call
         given.backward(dout, dmembership, w, temp, membership, energy, moment, call.whole())
         _check_sums(w, {}, mass)
@@ -143,7 +143,7 @@ class Full(torch.autograd.Function):
         dw -= dout * (membership.unsqueeze(-1) * attention.unsqueeze(2))
         sources = (dout, dmembership, w, temp)
         grads = operator.merged_layout(dw.to(w.dtype)), dtemp
-        return *(operator.once_differentiable("tssa", grad, *sources) for grad in grads), None
+        return *(autograd.once_differentiable("tssa", grad, *sources) for grad in grads), None
 
 
 def _suffix(x: Tensor, after: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class Causal(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, dout: Tensor, dmembership: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return dw, this rank's part of dtemp, and the gradient of its biases; scans are repeated, not saved."""
-        w, temp, bias, membership, energy, *sums = operator.saved_tensors("tssa", ctx)
+        w, temp, bias, membership, energy, *sums = autograd.saved_tensors("tssa", ctx)
         call: StatsCall = ctx.call
         given.backward_causal(dout, dmembership, w, temp, bias, membership, call.whole())
         _check_sums(w, {"energy": energy, "moment": sums[0]}, sums[1])
@@ -226,5 +226,5 @@ class Causal(torch.autograd.Function):
         dw -= dout * (membership.unsqueeze(-1) * attention)
         sources = (dout, dmembership, w, temp, bias)
         grads = operator.merged_layout(dw.to(w.dtype)), dtemp, dbias
-        once = (g if g is None else operator.once_differentiable("tssa", g, *sources) for g in grads)
+        once = (g if g is None else autograd.once_differentiable("tssa", g, *sources) for g in grads)
         return *once, None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module
 
-from crate_kernels._core import given, operator, products
+from crate_kernels._core import autograd, given, operator, products
 from crate_kernels._core.products import product
 
 _OURS = (None, "cpp")  # the backends that may take other products than PyTorch's
@@ -57,7 +57,7 @@ _backward_op = operator.define(
 )
 
 
-@operator.traced_by_autograd
+@autograd.traced_by_autograd
 class _LinearFunction(torch.autograd.Function):
     """y = x weight^T + bias, differentiable in any order."""
 
@@ -74,7 +74,7 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight = operator.saved_tensors("linear", ctx)
+        x, weight = autograd.saved_tensors("linear", ctx)
         needs = ctx.needs_input_grad
         if operator.is_traced() or (not torch.is_grad_enabled() and operator.is_plain(dy)):
             return tuple(
@@ -89,8 +89,8 @@ class _LinearFunction(torch.autograd.Function):
         )
 
 
-operator.functorch_twin(_LinearFunction, _forward_op)
-operator.differentiate(_forward_op, _LinearFunction)
+autograd.functorch_twin(_LinearFunction, _forward_op)
+autograd.differentiate(_forward_op, _LinearFunction)
 
 
 def linear(layer: Any, x: Tensor, backend: str | None) -> Tensor:
@@ -106,8 +106,8 @@ def linear(layer: Any, x: Tensor, backend: str | None) -> Tensor:
     """
     if type(layer) is nn.Linear and _pays(layer, x, backend):
         weight, bias = layer.weight, layer.bias
-        if operator.needs_grad(x, weight, bias):
-            return operator.apply(_LinearFunction, x, weight, bias)
+        if autograd.needs_grad(x, weight, bias):
+            return autograd.apply(_LinearFunction, x, weight, bias)
         return _forward_op(x, weight, bias)
     return layer(x)
 

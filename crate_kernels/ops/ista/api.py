@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from crate_kernels._core import backends, checks, given, measured, operator
+from crate_kernels._core import autograd, backends, checks, given, measured, operator
 from crate_kernels._core.shortcuts import may_repeat
 from crate_kernels.ops.ista import learned, op, reference
 from crate_kernels.ops.ista.call import ISTACall, OvercompleteCall
@@ -140,7 +140,7 @@ def ista_overcomplete(
     ):
         options = step_size, lambd, steps, backend
         taken = None if backend is not None else _taken("ista_overcomplete", x, weight, decoder)
-        operand, keep = _operand(x), operator.needs_grad(x, weight, decoder)
+        operand, keep = _operand(x), autograd.needs_grad(x, weight, decoder)
         # A half dictionary beside other tokens is taken as float32.
         kind = x.dtype, operand.dtype, weight.dtype, decoder is None, keep
         key = (*kind, taken, *options, *map(type, options))  # types, for True is 1

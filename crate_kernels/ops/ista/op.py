@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crate_kernels._core import backends, operator, products
+from crate_kernels._core import autograd, backends, operator, products
 from crate_kernels._core.shortcuts import Shortcuts
 from crate_kernels.ops.ista import steps
 from crate_kernels.ops.ista.call import ISTACall, OvercompleteCall
@@ -131,7 +131,7 @@ def _join_overcomplete_fwd(op: Any, size: int, mapped: tuple[bool, ...], args: t
 
 ista_fwd = operator.define(
     f"ista_fwd(Tensor x, Tensor weight, {_OPTIONS}) -> Tensor",
-    operator.body("ista", "forward", ISTACall, of=0),
+    operator.make_dispatcher("ista", "forward", ISTACall, dispatch_arg=0),
     lambda x, weight, *options: x.new_empty(x.shape),
     flops=_forward_flops,
     flops_of_tensors=True,
@@ -140,7 +140,7 @@ ista_fwd = operator.define(
 ista_bwd = operator.define(
     f"ista_bwd(Tensor dy, Tensor x, Tensor weight, Tensor y, bool need_dx, bool need_dweight, {_OPTIONS})"
     " -> (Tensor, Tensor)",
-    operator.body("ista", "backward", ISTACall, of=1, order=_backward_order),
+    operator.make_dispatcher("ista", "backward", ISTACall, dispatch_arg=1, reorder=_backward_order),
     _fake_ista_bwd,
     flops=_backward_flops,
     flops_of_tensors=True,
@@ -149,7 +149,9 @@ ista_bwd = operator.define(
 ista_overcomplete_fwd = operator.define(
     f"ista_overcomplete_fwd(Tensor x, Tensor weight, Tensor? decoder, bool keep, {_OVERCOMPLETE_OPTIONS})"
     " -> (Tensor, Tensor, Tensor)",
-    operator.body("ista", "forward_overcomplete", OvercompleteCall, of=0, called="ista_overcomplete"),
+    operator.make_dispatcher(
+        "ista", "forward_overcomplete", OvercompleteCall, dispatch_arg=0, public_name="ista_overcomplete"
+    ),
     _fake_overcomplete_fwd,
     flops=lambda x, weight, decoder, keep, *options, **_: _overcomplete_flops(x, weight[1], options),
     join=_join_overcomplete_fwd,
@@ -157,7 +159,9 @@ ista_overcomplete_fwd = operator.define(
 ista_overcomplete_bwd = operator.define(
     "ista_overcomplete_bwd(Tensor dout, Tensor x, Tensor weight, Tensor? decoder, Tensor codes, Tensor residuals, "
     f"{_OVERCOMPLETE_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-    operator.body("ista", "backward_overcomplete", OvercompleteCall, of=1, called="ista_overcomplete"),
+    operator.make_dispatcher(
+        "ista", "backward_overcomplete", OvercompleteCall, dispatch_arg=1, public_name="ista_overcomplete"
+    ),
     _fake_overcomplete_bwd,
     flops=lambda dout, x, weight, decoder, codes, residuals, *options, **_: (
         2 * _overcomplete_flops(x, weight[1], options)
@@ -165,7 +169,7 @@ ista_overcomplete_bwd = operator.define(
 )
 
 
-@operator.traced_by_autograd
+@autograd.traced_by_autograd
 class ISTAFunction(torch.autograd.Function):
     """y = ista_fwd(x, weight, *call, backend), differentiable once."""
 
@@ -178,7 +182,7 @@ class ISTAFunction(torch.autograd.Function):
     @staticmethod
     def save(ctx: Any, inputs: tuple, y: Tensor) -> None:
         x, weight, *options, backend = inputs
-        operator.save(ctx, ISTAFunction, (x, weight), y, ISTACall(*options), backend)
+        autograd.save(ctx, ISTAFunction, (x, weight), y, ISTACall(*options), backend)
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple, y: Tensor, held: tuple) -> None:
@@ -186,7 +190,7 @@ class ISTAFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ISTAFunction.gradients(ctx, operator.saved("ista", ctx), dy)
+        return ISTAFunction.gradients(ctx, autograd.saved("ista", ctx), dy)
 
     @staticmethod
     def arguments(needs: tuple[bool, ...], grads: tuple, saved: tuple) -> tuple:
@@ -198,12 +202,12 @@ class ISTAFunction(torch.autograd.Function):
         need_dx, need_dweight, *_ = ctx.needs_input_grad
         arguments = ISTAFunction.arguments(ctx.needs_input_grad, (dy,), (x, weight, y))
         dx, dweight = ista_bwd(*arguments, *call, ctx.backend)
-        dx = operator.once_differentiable("ista", dx, dy, x, weight) if need_dx else None
-        dweight = operator.once_differentiable("ista", dweight, dy, x, weight) if need_dweight else None
+        dx = autograd.once_differentiable("ista", dx, dy, x, weight) if need_dx else None
+        dweight = autograd.once_differentiable("ista", dweight, dy, x, weight) if need_dweight else None
         return dx, dweight, *(None,) * (len(call) + 1)
 
 
-@operator.traced_by_autograd
+@autograd.traced_by_autograd
 class OvercompleteISTAFunction(torch.autograd.Function):
     """(out, codes, residuals) = _forward_keeping_codes(x, weight, decoder, *call, backend), out differentiable once."""
 
@@ -217,7 +221,7 @@ class OvercompleteISTAFunction(torch.autograd.Function):
     def save(ctx: Any, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor]) -> None:
         x, weight, decoder, *options, backend = inputs
         function, call = OvercompleteISTAFunction, OvercompleteCall(*options)
-        operator.save(ctx, function, (x, weight, decoder), outputs, call, backend)
+        autograd.save(ctx, function, (x, weight, decoder), outputs, call, backend)
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor], held: tuple) -> None:
@@ -228,7 +232,7 @@ class OvercompleteISTAFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return OvercompleteISTAFunction.gradients(ctx, operator.saved("ista_overcomplete", ctx), dout)
+        return OvercompleteISTAFunction.gradients(ctx, autograd.saved("ista_overcomplete", ctx), dout)
 
     @staticmethod
     def arguments(needs: tuple[bool, ...], grads: tuple, saved: tuple) -> tuple:
@@ -239,7 +243,7 @@ class OvercompleteISTAFunction(torch.autograd.Function):
         (x, weight, decoder, *kept), call = saved
         grads = ista_overcomplete_bwd(dout, x, weight, decoder, *kept, *call, ctx.backend)
         sources = (dout, x, weight, decoder)
-        dx, dweight, ddecoder = (operator.once_differentiable("ista_overcomplete", g, *sources) for g in grads)
+        dx, dweight, ddecoder = (autograd.once_differentiable("ista_overcomplete", g, *sources) for g in grads)
         return dx, dweight, None if decoder is None else ddecoder, *(None,) * (len(call) + 1)
 
 
@@ -250,10 +254,10 @@ def _forward_keeping_codes(
     return ista_overcomplete_fwd(x, weight, decoder, True, *options)
 
 
-operator.functorch_twin(ISTAFunction, ista_fwd)
-operator.functorch_twin(OvercompleteISTAFunction, _forward_keeping_codes)
-operator.differentiate(ista_fwd, ISTAFunction)
-operator.differentiate(
+autograd.functorch_twin(ISTAFunction, ista_fwd)
+autograd.functorch_twin(OvercompleteISTAFunction, _forward_keeping_codes)
+autograd.differentiate(ista_fwd, ISTAFunction)
+autograd.differentiate(
     ista_overcomplete_fwd,
     OvercompleteISTAFunction,
     lambda x, weight, decoder, keep, *options: (x, weight, decoder, *options),
@@ -266,8 +270,8 @@ overcomplete_shortcuts = Shortcuts(
 
 def ista(x: Tensor, weight: Tensor, call: ISTACall, backend: str) -> Tensor:
     """Run the op, through autograd only when a gradient is wanted."""
-    if operator.needs_grad(x, weight):
-        return operator.apply(ISTAFunction, x, weight, *call, backend)
+    if autograd.needs_grad(x, weight):
+        return autograd.apply(ISTAFunction, x, weight, *call, backend)
     return ista_fwd(x, weight, *call, backend)
 
 
@@ -275,8 +279,8 @@ def ista_overcomplete(
     x: Tensor, weight: Tensor, decoder: Tensor | None, call: OvercompleteCall, backend: str
 ) -> Tensor:
     """Run the op, keeping the codes only when a gradient is wanted."""
-    if operator.needs_grad(x, weight, decoder) and not operator.is_recorded():
-        out, _, _ = operator.apply(OvercompleteISTAFunction, x, weight, decoder, *call, backend)
+    if autograd.needs_grad(x, weight, decoder) and not operator.is_recorded():
+        out, _, _ = autograd.apply(OvercompleteISTAFunction, x, weight, decoder, *call, backend)
     else:
         out, _, _ = ista_overcomplete_fwd(x, weight, decoder, False, *call, backend)
     return out

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from crate_kernels._core import imports, operator, packing
+from crate_kernels._core import autograd, imports, operator, packing
 from crate_kernels.ops.mssa import given
 from crate_kernels.ops.mssa.call import DecodeCall, MSSACall
 from crate_kernels.ops.mssa.logsumexp import logsumexp
@@ -55,7 +55,7 @@ class _FirstOrderOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dw: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return operator.once_differentiable("mssa", dw, dw, *ctx.saved_tensors)
+        return autograd.once_differentiable("mssa", dw, dw, *ctx.saved_tensors)
 
 
 def _attend(
@@ -118,7 +118,7 @@ def mssa(w: Tensor, call: MSSACall, plain: str | None, return_lse: bool) -> tupl
 
     ``plain`` is "relu" or "identity" where they take the place of the softmax.
     """
-    if operator.needs_grad(w) and not operator.is_recorded():
+    if autograd.needs_grad(w) and not operator.is_recorded():
         w = _FirstOrderOnly.apply(w)  # pyright: ignore[reportAssignmentType]
 
     def dense(w: Tensor, call: MSSACall) -> tuple[Tensor, Tensor | None]:

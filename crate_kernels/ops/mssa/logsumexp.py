@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crate_kernels._core import operator
+from crate_kernels._core import autograd, operator
 from crate_kernels.ops.mssa import given
 from crate_kernels.ops.mssa.call import OPTIONAL_SCALE, MSSACall, empty_lse
 
@@ -74,7 +74,7 @@ _lse_bwd = operator.define(
 )
 
 
-@operator.traced_by_autograd
+@autograd.traced_by_autograd
 class LogSumExp(torch.autograd.Function):
     """lse_i = log sum_j exp(scale * w_i . w_j) over the allowed j, in fp32 or better; differentiable once."""
 
@@ -89,7 +89,7 @@ class LogSumExp(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         """Save w and lse."""
         w, *options = inputs
-        operator.save(ctx, LogSumExp, (w,), output, MSSACall(*options), "composite")
+        autograd.save(ctx, LogSumExp, (w,), output, MSSACall(*options), "composite")
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple, output: Tensor, held: tuple) -> None:
@@ -99,16 +99,16 @@ class LogSumExp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dlse: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradient of w."""
-        (w, lse), call = operator.saved("mssa", ctx)
+        (w, lse), call = autograd.saved("mssa", ctx)
         dw = _lse_bwd(dlse, w, lse, *call)
-        return operator.once_differentiable("mssa", dw, dlse, w), *(None for _ in call)
+        return autograd.once_differentiable("mssa", dw, dlse, w), *(None for _ in call)
 
 
-operator.differentiate(_lse_fwd, LogSumExp)
+autograd.differentiate(_lse_fwd, LogSumExp)
 
 
 def logsumexp(w: Tensor, call: MSSACall) -> Tensor:
     """Return lse (batch, nheads, seqlen), through autograd only when a gradient is wanted."""
-    if operator.needs_grad(w) and not operator.is_recorded():
+    if autograd.needs_grad(w) and not operator.is_recorded():
         return LogSumExp.apply(w, *call)  # pyright: ignore[reportReturnType]
     return _lse_fwd(w, *call)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crate_kernels._core import backends, operator, vmapped
+from crate_kernels._core import autograd, backends, operator, vmapped
 from crate_kernels._core.shortcuts import Shortcuts
 from crate_kernels.ops.mssa import order
 from crate_kernels.ops.mssa.call import OPTIONAL_SCALE, DecodeCall, MSSACall, default_scale, empty_decoded, empty_lse
@@ -47,19 +47,19 @@ def _products(w_shape: tuple[int, ...], options: tuple) -> int:
     return product // 2 if call.causal else product
 
 
-def _body(function: str, of: int, order: backends.BackendOrder | None = None) -> Callable:
+def _dispatcher(method: str, dispatch_arg: int, reorder: backends.BackendOrder | None = None) -> Callable:
     """Return the body of an op, which fills in the default scale."""
-    run = operator.body("mssa", function, MSSACall, of=of, order=order)
+    run = operator.make_dispatcher("mssa", method, MSSACall, dispatch_arg, reorder=reorder)
 
     def filled(*args: Any) -> Any:
         if args[_SCALE] is None:
-            args = (*args[:_SCALE], default_scale(args[of]), *args[_SCALE + 1 :])
+            args = (*args[:_SCALE], default_scale(args[dispatch_arg]), *args[_SCALE + 1 :])
         return run(*args)
 
     return filled
 
 
-_body_of_decode = operator.body("mssa", "decode", DecodeCall, of=0, order=order.decode)
+_dispatch_decode = operator.make_dispatcher("mssa", "decode", DecodeCall, dispatch_arg=0, reorder=order.decode)
 
 
 def choose_decode(backend: str, w: Tensor, *args: Any) -> tuple[str, Callable]:
@@ -69,19 +69,19 @@ def choose_decode(backend: str, w: Tensor, *args: Any) -> tuple[str, Callable]:
 
 def _run_decode(w: Tensor, data: Tensor, lengths: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Decode by the backend, with contiguous lengths."""
-    return operator.with_contiguous(lambda held: _body_of_decode(w, data, held, *options), lengths)
+    return operator.with_contiguous(lambda held: _dispatch_decode(w, data, held, *options), lengths)
 
 
 mssa_fwd = operator.define(
     f"mssa_fwd(Tensor w, {_OPTIONS}) -> (Tensor, Tensor)",
-    _body("forward", of=0),
+    _dispatcher("forward", dispatch_arg=0),
     _fake_forward,
     flops=lambda w_shape, *options, out_shape=None, **_: 2 * _products(w_shape, options),
     join=vmapped.batched(MSSACall),
 )
 mssa_bwd = operator.define(
     f"mssa_bwd(Tensor? dout, Tensor? dlse, Tensor w, Tensor out, Tensor lse, {_OPTIONS}) -> Tensor",
-    _body("backward", of=2, order=order.backward),
+    _dispatcher("backward", dispatch_arg=2, reorder=order.backward),
     _fake_backward,
     flops=lambda dout, dlse, w_shape, out, lse, *options, out_shape=None, **_: 5 * _products(w_shape, options),
     join=vmapped.batched(MSSACall),
@@ -102,7 +102,7 @@ def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall, backend: 
     return mssa_decode(w, data, lengths, *call, backend)
 
 
-@operator.traced_by_autograd
+@autograd.traced_by_autograd
 class MSSAFunction(torch.autograd.Function):
     """(out, lse) = mssa_fwd(w, *options), differentiable once with respect to w."""
 
@@ -115,7 +115,7 @@ class MSSAFunction(torch.autograd.Function):
     @staticmethod
     def save(ctx: Any, inputs: tuple, outputs: tuple[Tensor, Tensor]) -> None:
         w, *options, backend = inputs
-        operator.save(ctx, MSSAFunction, (w,), outputs, MSSACall._make(options), backend)
+        autograd.save(ctx, MSSAFunction, (w,), outputs, MSSACall._make(options), backend)
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple, outputs: tuple[Tensor, Tensor], held: tuple) -> None:
@@ -124,7 +124,7 @@ class MSSAFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:  # pyright: ignore
-        return MSSAFunction.gradients(ctx, operator.saved("mssa", ctx), dout, dlse)
+        return MSSAFunction.gradients(ctx, autograd.saved("mssa", ctx), dout, dlse)
 
     @staticmethod
     def arguments(needs: tuple[bool, ...], grads: tuple, saved: tuple) -> tuple:
@@ -137,16 +137,16 @@ class MSSAFunction(torch.autograd.Function):
         if all(g is None for g in grads):
             return None, *nothing
         dw = mssa_bwd(*MSSAFunction.arguments(ctx.needs_input_grad, grads, tensors), *call, ctx.backend)
-        return operator.once_differentiable("mssa", dw, *grads, tensors[0]), *nothing
+        return autograd.once_differentiable("mssa", dw, *grads, tensors[0]), *nothing
 
 
-operator.functorch_twin(MSSAFunction, mssa_fwd)
-operator.differentiate(mssa_fwd, MSSAFunction)
+autograd.functorch_twin(MSSAFunction, mssa_fwd)
+autograd.differentiate(mssa_fwd, MSSAFunction)
 shortcuts = Shortcuts("mssa", mssa_fwd, mssa_bwd, MSSAFunction, inputs=1)
 
 
 def mssa(w: Tensor, call: MSSACall, backend: str) -> tuple[Tensor, Tensor]:
     """Run the op, through autograd only when a gradient is wanted."""
-    if operator.needs_grad(w):
-        return operator.apply(MSSAFunction, w, *call, backend)
+    if autograd.needs_grad(w):
+        return autograd.apply(MSSAFunction, w, *call, backend)
     return mssa_fwd(w, *call, backend)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crate_kernels._core import backends, operator, vmapped
+from crate_kernels._core import autograd, backends, operator, vmapped
 from crate_kernels._core.shortcuts import Shortcuts
 from crate_kernels.ops.tssa.call import State, TSSACall
 
@@ -55,26 +55,26 @@ def _run_decode(w: Tensor, temp: Tensor, denom_bias: Tensor | None, *rest: Any) 
 
 tssa_fwd = operator.define(
     f"tssa_fwd(Tensor w, Tensor temp, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
-    operator.body("tssa", "forward", TSSACall, of=0),
+    operator.make_dispatcher("tssa", "forward", TSSACall, dispatch_arg=0),
     _fake_fwd,
     join=vmapped.batched(TSSACall, shared=(1,)),
 )
 tssa_bwd = operator.define(
     "tssa_bwd(Tensor dout, Tensor? dmembership, Tensor w, Tensor temp, Tensor membership, Tensor energy, "
     f"Tensor moment, {_OPTIONS}) -> (Tensor, Tensor)",
-    operator.body("tssa", "backward", TSSACall, of=2),
+    operator.make_dispatcher("tssa", "backward", TSSACall, dispatch_arg=2),
     _fake_bwd,
 )
 tssa_causal_fwd = operator.define(
     f"tssa_causal_fwd(Tensor w, Tensor temp, Tensor? denom_bias, {_OPTIONS}) -> (Tensor, Tensor)",
-    operator.body("tssa", "forward_causal", TSSACall, of=0),
+    operator.make_dispatcher("tssa", "forward_causal", TSSACall, dispatch_arg=0),
     _fake_causal_fwd,
     join=vmapped.batched(TSSACall, shared=(1, 2)),
 )
 tssa_causal_bwd = operator.define(
     "tssa_causal_bwd(Tensor dout, Tensor? dmembership, Tensor w, Tensor temp, Tensor? denom_bias, "
     f"Tensor membership, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-    operator.body("tssa", "backward_causal", TSSACall, of=2),
+    operator.make_dispatcher("tssa", "backward_causal", TSSACall, dispatch_arg=2),
     _fake_causal_bwd,
 )
 tssa_decode = operator.define(
@@ -93,7 +93,7 @@ def _gradients(ctx: Any, op: Any, inputs: int, saved: tuple[tuple, TSSACall], gr
         return (None,) * (inputs + len(call) + 1)
     upstream = torch.zeros_like(tensors[0]) if dout is None else dout
     found = op(*_arguments(ctx.needs_input_grad, (upstream, dmembership), tensors), *call, ctx.backend)
-    once = [operator.once_differentiable("tssa", g, dout, dmembership, *sources) for g in found]
+    once = [autograd.once_differentiable("tssa", g, dout, dmembership, *sources) for g in found]
     wanted = (g if source is not None else None for g, source in zip(once, sources, strict=True))
     return *wanted, *(None,) * (len(call) + 1)
 
@@ -103,7 +103,7 @@ def _arguments(needs: tuple[bool, ...], grads: tuple, saved: tuple) -> tuple:
     return (*grads[:2], *saved)
 
 
-@operator.traced_by_autograd
+@autograd.traced_by_autograd
 class TSSAFunction(torch.autograd.Function):
     """(out, membership, ...) = tssa_fwd(w, temp, *call, backend); out and membership differentiable once."""
 
@@ -116,7 +116,7 @@ class TSSAFunction(torch.autograd.Function):
     @staticmethod
     def save(ctx: Any, inputs: tuple, outputs: tuple[Tensor, ...]) -> None:
         differentiable, call, backend = operator.split(TSSACall, inputs)
-        operator.save(ctx, TSSAFunction, differentiable, outputs, call, backend)
+        autograd.save(ctx, TSSAFunction, differentiable, outputs, call, backend)
 
     @staticmethod
     def keep(ctx: Any, inputs: tuple, outputs: tuple[Tensor, ...], held: tuple) -> None:
@@ -129,14 +129,14 @@ class TSSAFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore
-        return TSSAFunction.gradients(ctx, operator.saved("tssa", ctx), *grads)
+        return TSSAFunction.gradients(ctx, autograd.saved("tssa", ctx), *grads)
 
     @staticmethod
     def gradients(ctx: Any, saved: tuple[tuple, TSSACall], *grads: Tensor | None) -> tuple:
         return _gradients(ctx, tssa_bwd, 2, saved, grads)
 
 
-@operator.traced_by_autograd
+@autograd.traced_by_autograd
 class CausalTSSAFunction(torch.autograd.Function):
     """(out, membership) = tssa_causal_fwd(w, temp, denom_bias, *call, backend), differentiable once."""
 
@@ -152,26 +152,26 @@ class CausalTSSAFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore
-        return CausalTSSAFunction.gradients(ctx, operator.saved("tssa", ctx), *grads)
+        return CausalTSSAFunction.gradients(ctx, autograd.saved("tssa", ctx), *grads)
 
     @staticmethod
     def gradients(ctx: Any, saved: tuple[tuple, TSSACall], *grads: Tensor | None) -> tuple:
         return _gradients(ctx, tssa_causal_bwd, 3, saved, grads)
 
 
-operator.functorch_twin(TSSAFunction, tssa_fwd)
-operator.functorch_twin(CausalTSSAFunction, tssa_causal_fwd)
-operator.differentiate(tssa_fwd, TSSAFunction)
-operator.differentiate(tssa_causal_fwd, CausalTSSAFunction)
+autograd.functorch_twin(TSSAFunction, tssa_fwd)
+autograd.functorch_twin(CausalTSSAFunction, tssa_causal_fwd)
+autograd.differentiate(tssa_fwd, TSSAFunction)
+autograd.differentiate(tssa_causal_fwd, CausalTSSAFunction)
 shortcuts = Shortcuts("tssa", tssa_fwd, tssa_bwd, TSSAFunction, inputs=2)
 causal_shortcuts = Shortcuts("tssa", tssa_causal_fwd, tssa_causal_bwd, CausalTSSAFunction, inputs=3)
 
 
 def tssa(w: Tensor, temp: Tensor, call: TSSACall, backend: str) -> tuple[Tensor, Tensor]:
     """Run the full form, through autograd only when a gradient is wanted."""
-    wanted = operator.needs_grad(w, temp)
+    wanted = autograd.needs_grad(w, temp)
     out, membership, _, _ = (
-        operator.apply(TSSAFunction, w, temp, *call, backend) if wanted else tssa_fwd(w, temp, *call, backend)
+        autograd.apply(TSSAFunction, w, temp, *call, backend) if wanted else tssa_fwd(w, temp, *call, backend)
     )
     return out, membership
 
@@ -180,6 +180,6 @@ def tssa_causal(
     w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: TSSACall, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Run the causal form, through autograd only when a gradient is wanted."""
-    if operator.needs_grad(w, temp, denom_bias):
-        return operator.apply(CausalTSSAFunction, w, temp, denom_bias, *call, backend)
+    if autograd.needs_grad(w, temp, denom_bias):
+        return autograd.apply(CausalTSSAFunction, w, temp, denom_bias, *call, backend)
     return tssa_causal_fwd(w, temp, denom_bias, *call, backend)

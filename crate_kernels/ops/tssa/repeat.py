@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crate_kernels._core import operator
+from crate_kernels._core import autograd, operator
 from crate_kernels.ops.tssa.cache import RepeatableTSSA, TokenStatsCache
 from crate_kernels.ops.tssa.op import tssa_decode
 
@@ -54,7 +54,7 @@ def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
 
 def _is_plain(given: Given, state: Any) -> bool:
     """Return whether nothing but the kernel has to see a step: no mode, no subclass, no derivative."""
-    if not operator.is_short((*given, *state)) or operator.needs_grad(*given):
+    if not operator.is_short((*given, *state)) or autograd.needs_grad(*given):
         return False
     nested = any([t is not None and t.is_nested for t in given])
     return not nested and (not state.energy.is_inference() or torch.is_inference_mode_enabled())
