@@ -128,6 +128,26 @@ def half_precision(group):
             assert distributed.mssa(own(w, group).float(), group, **call).dtype == torch.bfloat16
 
 
+def summed_in_float32(group):
+    """Of bf16 gradients, summed from several meetings of parts, as many are the nearest number as in one process.
+
+    Summed in bf16, a tenth fewer are: too little for a budget of errors.
+    """
+    w, dout = (drawn(BATCH, HEADS, 90, 16, seed=seed).bfloat16() for seed in (0, 1))
+
+    def gradient(call, w, dout):
+        w = w.detach().requires_grad_()
+        return torch.autograd.grad(call(w), w, dout)[0]
+
+    exact = gradient(partial(crate_kernels.mssa, backend="reference"), w.double(), dout.double()).bfloat16()
+    alone = (gradient(crate_kernels.mssa, w, dout) == exact).double().mean()
+    part = partial(own, group=group, balanced=True)
+    for form in ("gather", "ring"):
+        call = partial(distributed.mssa, group=group, form=form, balanced=True)
+        nearest = (gradient(call, part(w), part(dout)) == part(exact)).double().mean()
+        assert nearest > alone - 0.1, (form, nearest, alone)
+
+
 def by_the_kernels(group):
     """The C++ kernels of every form: in budget, with the dropout masks of one process."""
     w = 1.5 * drawn(BATCH, HEADS, 90, 16)
@@ -315,6 +335,7 @@ CASES = {
     "mssa-any-lengths": any_lengths,
     "mssa-form": a_chosen_form,
     "mssa-half": half_precision,
+    "mssa-summed-in-float32": summed_in_float32,
     "mssa-cancelling": a_delta_that_cancels,
     "mssa-default-dropout": dropout_by_default,
     "mssa-composite-dropout": composite_of_one_process_has_other_masks,
