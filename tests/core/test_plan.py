@@ -1,16 +1,18 @@
 """Plans below the operators: what C++ accepts, what it launches, and what it does when a step fails."""
 
 import ctypes
+import gc
 import itertools
 import os
 import signal
 import struct
 import threading
+import weakref
 
 import pytest
 import torch
 
-from crate_kernels._core import launches, plan
+from crate_kernels._core import launches, plan, recording
 from crate_kernels._native import extension
 from tests.tools.plans import drivers, standin
 from tests.tools.plans.recorded import launching, recorded
@@ -317,6 +319,24 @@ def test_an_empty_grid_is_not_launched():
         ops().plan_store([a], NUMBER, recorded(lambda t: launching(t, grid=(0, 1, 1)), a))
         assert ops().plan_1_1(a, NUMBER) is not None
     assert seen == []
+
+
+def test_what_a_plan_launches_lives_as_long_as_the_process(monkeypatch):
+    """A plan has the address of a function; what loaded it may have no other user by then."""
+
+    class Owner:
+        pass
+
+    def record():
+        owner = Owner()
+        recorded(lambda a: launching(a, owner=owner), torch.ones(4))
+        return weakref.ref(owner)
+
+    monkeypatch.setattr(recording, "_alive", {})
+    owner = record()
+    gc.collect()
+    assert owner() is not None
+    assert recording._alive == {5: owner()}
 
 
 def test_without_a_driver_a_launch_is_refused():
