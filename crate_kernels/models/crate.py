@@ -133,6 +133,7 @@ class RateGradientStep(nn.Module):
             identity = torch.eye(v.shape[-1], dtype=v.dtype, device=v.device)
             factor = torch.linalg.cholesky(identity + self.gamma * (v.mT @ v))
             shrunk = _heads.merge(torch.cholesky_solve(v.mT, factor).mT)
+        _heads.refuse_unseen("RateGradientStep", self.qkv)
         return -self.gamma * _heads.unproject(shrunk.to(projected.dtype), _heads.weight_of(self.qkv, x))
 
 

@@ -54,6 +54,15 @@ def refuse_replayed(owner: str, layer: nn.Module, **given: Any) -> None:
                 )
 
 
+def refuse_unseen(owner: str, projection: Any) -> None:
+    """Refuse opacus on a projection whose weight is applied again outside of it, which its hooks do not see."""
+    if projection._backward_hooks and projection.training and hasattr(projection.weight, "grad_sample"):
+        raise NotImplementedError(
+            f"{owner}: opacus must not hook the projection, whose weight is applied a second time outside of it: its "
+            "gradients would lack that part; take vmap of a gradient"
+        )
+
+
 def whole(owner: str, projected: Tensor, width: int, reason: str) -> Tensor:
     """Require the whole projection, not one process's part of it; return it."""
     if projected.shape[-1] != width:

@@ -156,6 +156,7 @@ class MSSA(nn.Module):
         )
         out = _heads.merge(out)
         if self.tied:
+            _heads.refuse_unseen("MSSA", self.qkv)
             out = self.gamma * _heads.unproject(out, _heads.weight_of(self.qkv, x))
         return _maps.map_of(_linear.sequence(self.to_out, out, self.backend), size)
 

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from crate_kernels.nn import TSSA, CausalTSSA
+from crate_kernels.models.crate import RateGradientStep
+from crate_kernels.nn import ISTA, MSSA, TSSA, CausalMSSA, CausalTSSA, OvercompleteISTA
 from tests.models.families import FAMILIES, build, drawn, inputs, output
 
 HOOKED = [f for f in FAMILIES if f not in ("tost", "crate_mae", "crate_mae_encoder")]  # docs/opacus.md has these
@@ -128,3 +129,63 @@ def test_opacus_marks_what_it_runs_again(opacus):
     module = opacus.GradSampleModule(nn.Sequential(TSSA(12, 3)), loss_reduction="sum")._module[0]
     with pytest.raises(NotImplementedError, match="key_padding_mask must be None under opacus"):
         module(X, key_padding_mask=KEEP)
+
+
+MODULES = {
+    "mssa": lambda: MSSA(12, 3, 4),
+    "causal_mssa": lambda: CausalMSSA(12, 3),
+    "tssa": lambda: TSSA(12, 3),
+    "causal_tssa": lambda: CausalTSSA(12, 3, 6),
+    "ista": lambda: ISTA(12, learned=("lambd", "bias"), per_channel=True),
+    "overcomplete": lambda: OvercompleteISTA(12, tied=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+@pytest.mark.parametrize("name", MODULES)
+def test_opacus_takes_the_gradient_of_each_sample_of_a_module(name, opacus):
+    module, x = MODULES[name](), torch.randn(3, 6, 12)
+    expected = []
+    for one in x.split(1):
+        module.zero_grad()
+        module(one).sin().sum().backward()
+        expected.append({name: p.grad.clone() for name, p in module.named_parameters()})
+    opacus.GradSampleModule(nn.Sequential(module), loss_reduction="sum")(x).sin().sum().backward()
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(p.grad_sample, torch.stack([each[name] for each in expected]))
+
+
+TWICE = {
+    "tied": ("MSSA", lambda: MSSA(12, 3, 4, tied=True)),
+    "gradient": ("RateGradientStep", lambda: RateGradientStep(12, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("case", TWICE)
+def test_a_projection_that_is_applied_twice_is_refused_under_opacus(case):
+    """Its hooks see one of two uses, and its gradients would be wrong in silence."""
+    owner, make = TWICE[case]
+    module = make()
+    module.qkv.register_full_backward_hook(lambda *_: None)
+    assert module(X).shape == X.shape  # a hook of somebody else
+    module.qkv.weight.grad_sample = None  # opacus marks the parameters so
+    with pytest.raises(NotImplementedError, match=f"{owner}: opacus must not hook the projection"):
+        module(X)
+    assert module.eval()(X).shape == X.shape
+
+
+@pytest.mark.parametrize("case", TWICE)
+def test_opacus_hooks_such_a_projection(case, opacus):
+    owner, make = TWICE[case]
+    with pytest.raises(NotImplementedError, match=f"{owner}: opacus must not hook the projection"):
+        opacus.GradSampleModule(nn.Sequential(make()))(X)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+@pytest.mark.parametrize("attention", ["tied", "gradient"])
+def test_opacus_runs_a_whole_model_with_such_projections_again(attention, opacus):
+    model, parameters, loss, given = setting("crate", attention=attention)
+    expected = one_by_one(loss, parameters, given)
+    opacus.GradSampleModule(model.train(), loss_reduction="sum")(*given).sin().sum().backward()
+    found = {name: p.grad_sample for name, p in model.named_parameters()}
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
