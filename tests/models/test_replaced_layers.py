@@ -29,6 +29,11 @@ def cpu_offload(model):
     return accelerate.cpu_offload(model, torch.device("cpu"))
 
 
+def disk_offload(folder):
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: the extra hf")
+    return lambda model: accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
+
+
 def adapted(family, changes):
     """A model with adapters, and one that has them merged into its weights."""
     model = drawn(build(family, **changes)).eval()
@@ -42,10 +47,11 @@ def test_adapted_layers_give_the_merged_models_output(family, changes):
     assert_close(output(family, model(*inputs(family))), output(family, merged(*inputs(family))), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("place", ["cpu", "disk"])
 @each_model
-def test_offloaded_weights_give_the_models_output(family, changes):
+def test_offloaded_weights_give_the_models_output(family, changes, place, tmp_path):
     model = drawn(build(family, **changes)).eval()
-    away = cpu_offload(copy.deepcopy(model))
+    away = (cpu_offload if place == "cpu" else disk_offload(tmp_path))(copy.deepcopy(model))
     assert next(away.parameters()).is_meta
     with torch.no_grad():
         actual, expected = (output(family, each(*inputs(family))) for each in (away, model))

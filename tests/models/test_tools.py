@@ -73,7 +73,7 @@ def test_an_operator_in_a_module_of_ones_own_says_what_to_do():
 
 # PyTorch's, of its own tracer.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("family", [*VISION, "crate_lm", "tost_lm", "aot_lm"])
+@pytest.mark.parametrize("family", [f for f in (*FAMILIES, *CRATES) if f != "crate_mae"])  # takes a None
 def test_a_trace_has_the_gradients(family):
     model, images = model_of(family), given(family)
 
@@ -82,8 +82,8 @@ def test_a_trace_has_the_gradients(family):
             super().__init__()
             self.model = model
 
-        def forward(self, x):
-            return output(family, self.model(x))
+        def forward(self, *given):
+            return output(family, self.model(*given))
 
     traced = torch.jit.trace(Logits(), images)
     more = tuple(torch.cat([i, i.flip(-1)]) for i in images)

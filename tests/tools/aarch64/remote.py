@@ -107,7 +107,13 @@ def _bytes_of(storage):
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-_OF_PYTORCH = ("library.cpp", "packing.cpp", "plan.cpp", "exported.cpp", "exported_cpu.cpp")  # of csrc; no kernel is in them
+_OF_PYTORCH = (
+    "library.cpp",
+    "packing.cpp",
+    "plan.cpp",
+    "exported.cpp",
+    "exported_cpu.cpp",
+)  # of csrc; no kernel is in them
 
 
 def build(compiler=COMPILER, flags=FLAGS):

@@ -1,0 +1,23 @@
+"""Our models as ExecuTorch and other runtimes of core ATen operators take them, with ``backend="reference"``."""
+
+import pytest
+import torch
+
+from tests.models.families import FAMILIES, build, drawn, inputs, output
+
+QUICK = ("crate",)  # an export takes seconds
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.exhaustive) for f in FAMILIES]
+)
+def test_the_reference_decomposes_into_core_operators(family):
+    model, given = drawn(build(family, backend="reference")).eval(), inputs(family)
+    with torch.no_grad():
+        program = torch.export.export(model, given).run_decompositions()
+        found, expected = (output(family, each(*given)) for each in (program.module(), model))
+    torch.testing.assert_close(found, expected)
+    targets = {node.target for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    others = {str(target) for target in targets if torch.Tag.core not in target.tags}
+    assert others <= {"aten._assert_tensor_metadata.default"}  # which to_edge() removes
