@@ -145,7 +145,7 @@ def _describe(function: Function, shape: Shape, given: Sequence[launches.Struct]
         threads=shape.threads,
         shared_bytes=shape.shared_bytes,
         ctas=shape.cluster,
-        cooperative=False,
+        cooperative=shape.cooperative,
         serialized=False,
         parameters=given,
         owner=function,

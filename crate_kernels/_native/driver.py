@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 _MULTIPROCESSORS, _SHARED_LIMIT, _MAJOR, _MINOR = 16, 97, 75, 76  # of a device
 _MAX_THREADS, _STATIC_SHARED, _LOCAL_BYTES, _REGISTERS, _PTX, _BINARY = 0, 1, 3, 4, 5, 6  # of a function
 _DYNAMIC_SHARED, _LARGE_CLUSTERS = 8, 14  # of a function, to be set
-_CLUSTER_SIZE, _CLUSTER_SCHEDULE, _SPREAD = 4, 5, 1  # attributes of a launch
+_COOPERATIVE, _CLUSTER_SIZE, _CLUSTER_SCHEDULE, _SPREAD = 2, 4, 5, 1  # attributes of a launch
 # Of errors: an image or PTX that is not valid here, of another GPU, without a compiler for it, or too new.
 _UNLOADABLE = (200, 209, 218, 220, 221, 222, 223)
 _ALLOWED, _PORTABLE = 48 * 1024, 8  # bytes of shared memory and blocks of a cluster that need no asking
@@ -35,12 +35,16 @@ class _Config(ctypes.Structure):
 
 
 class Shape(NamedTuple):
-    """How a kernel is launched: blocks, threads and dynamic shared memory of a block, blocks of a cluster."""
+    """How a kernel is launched: blocks, threads and dynamic shared memory of a block, blocks of a cluster.
+
+    ``cooperative``: all blocks are on the GPU at once, or the launch is refused.
+    """
 
     blocks: int
     threads: int
     shared_bytes: int = 0
     cluster: int = 1
+    cooperative: bool = False
 
 
 class CudaError(RuntimeError):
@@ -69,12 +73,16 @@ class Function:
 def config_of(shape: Shape, stream: int = 0) -> _Config:
     """Return a launch as the driver, and its stand-ins, take it."""
     config = _Config((shape.blocks, 1, 1), (shape.threads, 1, 1), shape.shared_bytes, stream or None, None, 0)
+    given: list[tuple[int, tuple[int, ...]]] = []
+    if shape.cooperative:
+        given.append((_COOPERATIVE, (1,)))
     if shape.cluster > 1:
-        attributes = (_Attribute * 2)()
-        attributes[0].id, attributes[0].value[0] = _CLUSTER_SCHEDULE, _SPREAD
-        attributes[1].id = _CLUSTER_SIZE
-        attributes[1].value[:3] = (shape.cluster, 1, 1)
-        config.attributes, config.count = attributes, 2
+        given += [(_CLUSTER_SCHEDULE, (_SPREAD,)), (_CLUSTER_SIZE, (shape.cluster, 1, 1))]
+    if given:
+        attributes = (_Attribute * len(given))()
+        for attribute, (number, value) in zip(attributes, given, strict=True):
+            attribute.id, attribute.value[: len(value)] = number, value
+        config.attributes, config.count = attributes, len(given)
     return config
 
 

@@ -5,20 +5,25 @@
 // A thread has one vector of 8 channels, of every kGroups-th token of its block, in every pass. Its sums over tokens
 // stay in registers. Sums over channels are one number a vector, put down and added up by head for a few tokens at a
 // time. The order of every sum is fixed, and depends on the sizes alone.
+//
+// Clusters that share a long sequence, TOGETHER of them, add up their sums in global memory, behind a barrier of their
+// own. It needs all of their blocks on the GPU at once.
 #pragma once
 
 #include "../../common/cuda/cluster.cuh"
+#include "../../common/cuda/grid.cuh"
 #include "../../common/cuda/hopper.cuh"
 #include "full_steps.cuh"
 
 namespace crate_kernels {
 
-// BUFFERS: sequences that have room. MASKED: the call has a padding mask.
-template <class T_, int HEADS, int HEAD_DIM, int CLUSTER, int THREADS, int BUFFERS, bool MASKED>
+// BUFFERS: sequences that have room. MASKED: the call has a padding mask. TOGETHER: clusters that share a sequence.
+template <class T_, int HEADS, int HEAD_DIM, int CLUSTER, int THREADS, int BUFFERS, bool MASKED, int TOGETHER = 1>
 struct TssaSizes {
   using T = T_;
   static constexpr int kHeads = HEADS, kHeadDim = HEAD_DIM, kCluster = CLUSTER, kThreads = THREADS, kBuffers = BUFFERS;
   static constexpr bool kMasked = MASKED;
+  static constexpr int kTogether = TOGETHER, kBlocks = CLUSTER * TOGETHER;  // of a sequence
   static constexpr int kWidth = HEADS * HEAD_DIM, kVectors = kWidth / 8, kPerHead = HEAD_DIM / 8;
   static constexpr int kGroups = THREADS / kVectors;
   static constexpr int kLanes = HEADS % 4 == 0 ? 4 : 2 - HEADS % 2, kOfLane = HEADS / kLanes;  // of the softmax
@@ -72,11 +77,12 @@ struct TssaLayout {
   }
 };
 
-// The share of a block of a cluster.
+// The share of a block.
 template <class S>
 CRATE_DEVICE TssaSpan span_of(const TssaProblem& p, int index) {
   TssaSpan s = sequence_of(p, index);
-  cut(s, cluster_rank(), (s.count + S::kCluster - 1) / S::kCluster);
+  const int rank = static_cast<int>(blockIdx.x) / S::kCluster % S::kTogether * S::kCluster + cluster_rank();
+  cut(s, rank, (s.count + S::kBlocks - 1) / S::kBlocks);
   return s;
 }
 
@@ -126,8 +132,8 @@ struct TssaFetch {
 // barrier ends this phase then.
 template <class S, class Fetch, class Body>
 CRATE_DEVICE void each_sequence(const TssaProblem& p, const Fetch& fetch, Body body) {
-  const int clusters = static_cast<int>(gridDim.x) / S::kCluster;
-  int index = static_cast<int>(blockIdx.x) / S::kCluster;
+  const int stride = static_cast<int>(gridDim.x) / S::kBlocks;
+  int index = static_cast<int>(blockIdx.x) / S::kBlocks;
   if (threadIdx.x == 0) {
     for (int n = 0; n < S::kBuffers; ++n) mbarrier_init(fetch.barrier(n), 1);
     mbarrier_init_fence();
@@ -135,12 +141,12 @@ CRATE_DEVICE void each_sequence(const TssaProblem& p, const Fetch& fetch, Body b
   __syncthreads();
   fetch(index, 0);
 #pragma unroll 1
-  for (int trip = 0; index < p.nsequences; ++trip, index += clusters) {
+  for (int trip = 0; index < p.nsequences; ++trip, index += stride) {
     const int buffer = trip % S::kBuffers;
-    if constexpr (S::kBuffers == 2) fetch(index + clusters, 1 - buffer);
+    if constexpr (S::kBuffers == 2) fetch(index + stride, 1 - buffer);
     body(index, buffer, static_cast<uint32_t>(trip / S::kBuffers & 1));
     __syncthreads();  // now the buffer may be filled again
-    if constexpr (S::kBuffers == 1) fetch(index + clusters, 0);
+    if constexpr (S::kBuffers == 1) fetch(index + stride, 0);
   }
   cluster_sync();  // peers have read this block's sums
 }
@@ -217,14 +223,65 @@ CRATE_DEVICE void add_groups(const float* groups, float* to) {
 
 // The cluster's totals, added in the order of the ranks.
 template <class S>
-CRATE_DEVICE float4 total_4(const float* own) {
+CRATE_DEVICE float4 cluster_total_4(const float* own) {
   float4 sum = cluster_read_4(own, 0);
 #pragma unroll
   for (int rank = 1; rank < S::kCluster; ++rank) sum = plus(sum, cluster_read_4(own, rank));
   return sum;
 }
+
+// What clusters that share a sequence tell each other: their totals, of this turn and the next, and how many have come.
+template <class S>
+struct TssaMeeting {
+  float* sums;
+  uint32_t* counter;
+  uint32_t turn = 0;
+
+  CRATE_DEVICE explicit TssaMeeting(const TssaPass& pass) {
+    const int group = static_cast<int>(blockIdx.x) / S::kBlocks;
+    sums = pass.sums_1 + group * (2 * S::kTogether * S::kSums);
+    counter = reinterpret_cast<uint32_t*>(pass.sums_2) + group;
+  }
+};
+
+// Waits for the blocks of the sequence, which have put their sums at `own`; then total_4 and total_of have the totals.
+template <class S>
+CRATE_DEVICE void meet(float* own, TssaMeeting<S>& meeting) {
+  cluster_sync();
+  if constexpr (S::kTogether > 1) {
+    float* const sums = meeting.sums + meeting.turn % 2 * (S::kTogether * S::kSums);
+    if (cluster_rank() == 0) {
+      float* const to = sums + static_cast<int>(blockIdx.x) / S::kCluster % S::kTogether * S::kSums;
+      each_four<S, S::kSums>([&](int i) { put_four(to + i, cluster_total_4<S>(own + i)); });
+      __syncthreads();
+      if (threadIdx.x == 0) counter_arrive(meeting.counter);
+    }
+    ++meeting.turn;
+    if (threadIdx.x == 0) counter_wait(meeting.counter, meeting.turn * S::kTogether);
+    __syncthreads();
+    // The cluster's first block has read `own`.
+    each_four<S, S::kSums>([&](int i) {
+      float4 sum = read_others_4(sums + i);
+#pragma unroll
+      for (int n = 1; n < S::kTogether; ++n) sum = plus(sum, read_others_4(sums + n * S::kSums + i));
+      put_four(own + i, sum);
+    });
+    __syncthreads();
+  }
+}
+
+// The sequence's totals, in a fixed order.
+template <class S>
+CRATE_DEVICE float4 total_4(const float* own) {
+  if constexpr (S::kTogether > 1) {
+    return four_at(own);
+  } else {
+    return cluster_total_4<S>(own);
+  }
+}
 template <class S>
 CRATE_DEVICE float total_of(const float* own) {
+  if constexpr (S::kTogether > 1) return *own;
   float sum = cluster_read(own, 0);
 #pragma unroll
   for (int rank = 1; rank < S::kCluster; ++rank) sum += cluster_read(own, rank);

@@ -68,18 +68,20 @@ CRATE_DEVICE void softmax_backward_of_heads(const float* moments, const float* d
   through_softmax<S>(d, members, n, first, own, dlogit);
 }
 
-template <class T, int HEADS, int HEAD_DIM, int CLUSTER, int THREADS, int BUFFERS, bool MASKED>
-__global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_full_bwd_persistent_kernel(TssaBackward b) {
-  using S = TssaSizes<T, HEADS, HEAD_DIM, CLUSTER, THREADS, BUFFERS, MASKED>;
+template <class T, int HEADS, int HEAD_DIM, int CLUSTER, int THREADS, int BUFFERS, bool MASKED, int TOGETHER>
+__global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
+    tssa_full_bwd_persistent_kernel(TssaBackward b) {
+  using S = TssaSizes<T, HEADS, HEAD_DIM, CLUSTER, THREADS, BUFFERS, MASKED, TOGETHER>;
   using Shared = TssaPersistentShared<S, true>;
   const TssaProblem& p = b.problem;
-  const int share = (p.seqlen + CLUSTER - 1) / CLUSTER;
+  const int share = (p.seqlen + S::kBlocks - 1) / S::kBlocks;
   const Shared at(share);
   float* const memory = reinterpret_cast<float*>(shared_memory());
   float *const first = memory + Shared::kFirst, *const second = memory + Shared::kSecond,
                *const gates = memory + Shared::kChannels, *const dmoment = gates + S::kWidth,
                *const dmass = memory + Shared::kHeads, *const dlogit = memory + at.dlogit,
                *const keep = memory + at.keep, *const scratch = memory + at.scratch;
+  TssaMeeting<S> meeting(b);
   const TssaVectorOf<S> v;
   const TssaLayout<S> w_layout(b.w, share), dout_layout(b.dout, share);
   const TssaBackwardFetch<S> fetch = {b, w_layout, dout_layout, shared_address(memory), at};
@@ -135,7 +137,7 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_full_bwd_persiste
     }
     __syncthreads();
     add_groups<S, S::kSums>(scratch, first);
-    cluster_sync();
+    meet<S>(first, meeting);
     each_four<S, S::kWidth>([&](int column) {
       const float inverse = inverse_of(total_of<S>(first + S::kWidth + column / HEAD_DIM) + kMassFloor);
       const float4 product = total_4<S>(first + column), gate = four_at(gates + column),
@@ -191,7 +193,7 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_full_bwd_persiste
     }
     __syncthreads();
     add_groups<S, S::kWidth>(scratch, second);
-    cluster_sync();
+    meet<S>(second, meeting);
     // Every block has read `first`: it can take the totals.
     each_four<S, S::kWidth>([&](int column) { put_four(first + column, total_4<S>(second + column)); });
     __syncthreads();

@@ -5,17 +5,19 @@
 
 namespace crate_kernels {
 
-template <class T, int HEADS, int HEAD_DIM, int CLUSTER, int THREADS, int BUFFERS, bool MASKED>
-__global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_full_fwd_persistent_kernel(TssaForward f) {
-  using S = TssaSizes<T, HEADS, HEAD_DIM, CLUSTER, THREADS, BUFFERS, MASKED>;
+template <class T, int HEADS, int HEAD_DIM, int CLUSTER, int THREADS, int BUFFERS, bool MASKED, int TOGETHER>
+__global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
+    tssa_full_fwd_persistent_kernel(TssaForward f) {
+  using S = TssaSizes<T, HEADS, HEAD_DIM, CLUSTER, THREADS, BUFFERS, MASKED, TOGETHER>;
   using Shared = TssaPersistentShared<S, false>;
   const TssaProblem& p = f.problem;
-  const int share = (p.seqlen + CLUSTER - 1) / CLUSTER;
+  const int share = (p.seqlen + S::kBlocks - 1) / S::kBlocks;
   const Shared at(share);
   float* const memory = reinterpret_cast<float*>(shared_memory());
   float *const first = memory + Shared::kFirst, *const second = memory + Shared::kSecond,
                *const channels = memory + Shared::kChannels, *const members = memory + at.members,
                *const keep = memory + at.keep, *const scratch = memory + at.scratch;
+  TssaMeeting<S> meeting(f);
   const TssaVectorOf<S> v;
   const TssaLayout<S> layout(f.w, share);
   const TssaFetch<S> fetch = {f, layout, shared_address(memory), at.size};
@@ -54,7 +56,7 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_full_fwd_persiste
       count = warp_sum(count);
       if (threadIdx.x == 0) first[S::kWidth] = count;
     }
-    cluster_sync();
+    meet<S>(first, meeting);
     each_four<S, S::kWidth>([&](int column) {
       const float4 c = by_each(total_4<S>(first + column), [](float e) { return floored(e, kFullFloor); });
       put_four(channels + column, by_each(c, inverse_of));
@@ -104,7 +106,7 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_full_fwd_persiste
     }
     __syncthreads();
     add_groups<S, S::kSums>(scratch, second);
-    cluster_sync();
+    meet<S>(second, meeting);
     each_four<S, S::kWidth>([&](int column) {
       const int h = column / HEAD_DIM;
       const float inverse = inverse_of(total_of<S>(second + S::kWidth + h) + kMassFloor);

@@ -13,10 +13,11 @@ from crate_kernels.ops.tssa.cuda import persistent
 MOST_SHARED = 227 * 1024
 
 
-def config(cluster, buffers, threads):
-    return {"CLUSTER": cluster, "BUFFERS": buffers, "THREADS": threads}
+def config(cluster, buffers, threads, together=1):
+    return {"CLUSTER": cluster, "BUFFERS": buffers, "THREADS": threads, "TOGETHER": together}
 
 
+TWICE, FOUR_TIMES = config(2, 2, 96, together=2), config(2, 1, 96, together=4)
 AHEAD, ALONE, PAIRS, EIGHT = config(4, 2, 192), config(4, 1, 192), config(2, 2, 192), config(8, 1, 384)
 
 
@@ -47,6 +48,13 @@ CASES = {
 }
 # Compiled and run with all tests alone.
 MORE = {
+    "two-clusters": (TWICE, (3, 3, 150, 16), {}),
+    "two-clusters-packed": (TWICE, (0, 3, 0, 16), {"lengths": (90, 0, 3, 161, 1), **DROPPED}),
+    "two-clusters-padded": (TWICE, (3, 3, 97, 16), {"padding": "scattered", **DROPPED}),
+    "two-clusters-padded-row": (TWICE, (3, 3, 20, 16), {"padding": "row"}),
+    "four-clusters": (FOUR_TIMES, (2, 3, 210, 16), {}),
+    "four-clusters-4096-tokens": (config(8, 1, 192, together=4), (1, 4, 4096, 48), {}),
+    "cluster-of-16": (config(16, 1, 96), (2, 3, 150, 16), {}),
     "192-channels": (PAIRS, (2, 4, 196, 48), {}),
     "192-channels-784-tokens": (config(4, 1, 384), (1, 4, 784, 48), {}),
     "384-channels-784-tokens": (EIGHT, (1, 8, 784, 48), {}),

@@ -8,11 +8,12 @@ import torch
 
 from crate_kernels import testing
 from crate_kernels._core import backends
+from crate_kernels._cuda import launch
 from crate_kernels.ops.tssa import op
 from crate_kernels.ops.tssa.call import TSSACall
 from tests.ops.common import outputs_and_gradients, randn
 from tests.ops.tssa.cuda import call, temps, tokens
-from tests.ops.tssa.persistent import AHEAD, CASES, MORE, MOST_SHARED, PAIRS, Persistent, taking
+from tests.ops.tssa.persistent import AHEAD, CASES, MORE, MOST_SHARED, PAIRS, TWICE, Persistent, config, taking
 from tests.ops.tssa.persistent_broken import BROKEN
 
 FORWARD, BACKWARD = "tssa_full_fwd_persistent_kernel", "tssa_full_bwd_persistent_kernel"
@@ -24,7 +25,7 @@ def hopper(device, library):
     """Emulate a Hopper GPU of one cluster, which takes all sequences; return what says which kernels were launched."""
 
     def emulate(config, clusters=1, **properties):
-        count = clusters * config["CLUSTER"]
+        count = clusters * config["CLUSTER"] * config["TOGETHER"]
         device(capability=90, shared_limit=MOST_SHARED, multiprocessors=count, **properties)
         library.emulated_launches()
         return lambda: re.findall(r"(\w+_kernel)\b", library.emulated_launches())
@@ -61,11 +62,15 @@ def results(backend, seqlen=61, **options):
     return outputs_and_gradients(call(False, backend, **options), *inputs)
 
 
-def test_the_same_bits_in_any_order_of_threads_and_on_any_number_of_clusters(backend, hopper):
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(AHEAD, id="alone"), pytest.param(config(4, 1, 192, 2), id="together", marks=pytest.mark.exhaustive)],
+)
+def test_the_same_bits_in_any_order_of_threads_and_on_any_number_of_clusters(config, backend, hopper):
     found = []
     for clusters, descending in ((1, False), (1, True), (3, False)):
-        hopper(AHEAD, clusters, descending=descending)
-        with taking(AHEAD):
+        hopper(config, clusters, descending=descending)
+        with taking(config):
             found.append(results(backend, dropout_p=0.2))
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
@@ -198,6 +203,19 @@ def test_statistics_are_those_of_the_other_kernels(dtype, backend, hopper):
         torch.testing.assert_close(other, gradients[0], rtol=0.02, atol=2e-2)
 
 
+@pytest.mark.exhaustive
+def test_clusters_that_share_a_sequence_and_are_not_launched_together_are_found(backend, hopper, monkeypatch):
+    hopper(TWICE)
+    run = launch.run
+
+    def one_by_one(kernel, shape, *rest):
+        run(kernel, shape._replace(cooperative=False), *rest)
+
+    monkeypatch.setattr(launch, "run", one_by_one)
+    with pytest.raises(RuntimeError, match="emulator: threads wait for others"):
+        Persistent("two-clusters").check(backend, torch.bfloat16)
+
+
 def in_every_order(name, backend, hopper):
     for descending in (False, True):
         given = Persistent(name)
@@ -210,7 +228,7 @@ def in_every_order(name, backend, hopper):
 def test_a_broken_kernel_is_found(change, broken, backend, hopper):
     """The emulator stops it, or its numbers are wrong, in one order of threads or the other."""
     before, after, name = BROKEN[change]
-    broken("tssa/cuda", before, after)
+    broken("tssa/cuda", before, after, ("persistent*",))
     with pytest.raises((RuntimeError, AssertionError), match=r"emulator: |Measurement|result . of"):
         in_every_order(name, backend, hopper)
 

@@ -16,7 +16,7 @@ from crate_kernels.ops.tssa.cuda import persistent, walking
 from crate_kernels.ops.tssa.cuda import tune as persistent_tune
 from tests.ops.common import outputs_and_gradients
 from tests.ops.tssa.cuda import call, temps, tokens
-from tests.ops.tssa.persistent import AHEAD, MOST_SHARED, PAIRS, taking
+from tests.ops.tssa.persistent import MOST_SHARED, PAIRS, TWICE, taking
 from tests.tools.emulator import emulated
 
 
@@ -41,9 +41,12 @@ def test_nothing_takes_them_by_default(hopper, backend):
     assert hopper() == {"fwd_resident", "bwd_resident"}
 
 
-def test_where_they_are_chosen_they_are_launched_and_repeated(hopper, backend, repeated_calls):
+@pytest.mark.parametrize(
+    "config", [pytest.param(PAIRS, id="alone"), pytest.param(TWICE, id="together", marks=pytest.mark.exhaustive)]
+)
+def test_where_they_are_chosen_they_are_launched_and_repeated(config, hopper, backend, repeated_calls):
     inputs = halves(4, 3, 30, 16), temps(3)
-    with taking(PAIRS):
+    with taking(config):
         first = outputs_and_gradients(call(False, backend), *inputs)
         assert hopper() == {"fwd_persistent", "bwd_persistent"}
         again = outputs_and_gradients(call(False, backend), *inputs)
@@ -87,10 +90,15 @@ def test_other_calls_are_left_to_other_kernels(shape, given, hopper, device, bac
     assert not any("persistent" in name for name in hopper())
 
 
-def test_a_gpu_that_holds_no_such_cluster_is_left_to_other_kernels(hopper, device, backend):
-    device(capability=90, shared_limit=MOST_SHARED, multiprocessors=2)
-    with taking(AHEAD):
-        outputs_and_gradients(call(False, backend), halves(2, 8, 30, 48), temps(8))
+@pytest.mark.parametrize(
+    ("config", "multiprocessors"),
+    [pytest.param(PAIRS, 1, id="cluster"), pytest.param(TWICE, 3, id="clusters", marks=pytest.mark.exhaustive)],
+)
+def test_a_gpu_that_holds_too_few_blocks_is_left_to_other_kernels(config, multiprocessors, hopper, device, backend):
+    """Clusters that share a sequence would wait for each other forever."""
+    device(capability=90, shared_limit=MOST_SHARED, multiprocessors=multiprocessors)
+    with taking(config):
+        outputs_and_gradients(call(False, backend), halves(2, 3, 30, 16), temps(3))
     assert not any("persistent" in name for name in hopper())
 
 
@@ -136,7 +144,7 @@ def test_tuning_times_them(gradient, hopper, monkeypatch):
 def test_only_a_gpu_that_has_them_times_them(monkeypatch):
     assert persistent_tune.workloads() == []
     monkeypatch.setattr(persistent_tune.backends, "unavailable_reason", lambda *args: None)
-    for capability, count in ((80, 0), (90, 16), (100, 0)):
+    for capability, count in ((80, 0), (90, 22), (100, 0)):
         monkeypatch.setattr(persistent_tune.launch, "gpu", lambda device, c=capability: SimpleNamespace(capability=c))
         every = persistent_tune.workloads()
         assert len({str(one) for one in every}) == len(every) == count
@@ -148,13 +156,14 @@ def test_only_a_gpu_that_has_them_times_them(monkeypatch):
 @pytest.mark.parametrize(("nheads", "head_dim"), [(4, 48), (8, 48), (16, 48), (8, 64), (12, 64)], ids=str)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_published_sizes_have_candidates_that_fit(nheads, head_dim, backward):
-    fitting = {
-        seqlen: sum(
+    def fitting(seqlen, most):
+        return sum(
             persistent.shared_bytes(nheads, head_dim, seqlen, backward, config) <= MOST_SHARED
             for config in persistent.FORWARD.candidates
+            if config["CLUSTER"] * config["TOGETHER"] <= most
         )
-        for seqlen in (196, 784, 1024)
-    }
-    assert fitting[196] >= 6
+
+    assert fitting(196, 8) >= 6
     # Of both w and dout, eight blocks hold less.
-    assert [fitting[n] > 0 for n in (784, 1024)] == [not backward or nheads * head_dim <= n for n in (512, 384)]
+    assert [fitting(n, 8) > 0 for n in (784, 1024)] == [not backward or nheads * head_dim <= n for n in (512, 384)]
+    assert fitting(4096, 96) > 0

@@ -95,7 +95,7 @@ void loop() {
     running->done = true;
     --t.warp->live;
     leave(t.block->barrier, --t.block->live);
-    leave(t.group->barrier, --t.group->live);
+    leave(t.block->cluster->barrier, --t.block->cluster->live);
     if (t.warp->barrier.arrived + t.warp->sync.arrived > 0) fail("a lane has returned while its warp waits for it");
     suspend();
   }
@@ -170,26 +170,29 @@ void check_failure() {
   STD_TORCH_CHECK(false, "emulator: ", what);
 }
 
-// Blocks [first, first + cluster) of a grid.
-class Cluster {
+// Blocks [first, first + count) of a grid: a cluster, or all of it.
+class Together {
  public:
-  explicit Cluster(const Launch& launch)
+  explicit Together(const Launch& launch)
       : threads_(static_cast<unsigned>(launch.threads)),
         cluster_(static_cast<unsigned>(launch.cluster)),
+        count_(launch.cooperative ? static_cast<unsigned>(launch.grid) : cluster_),
         bytes_((launch.shared_bytes + 15) / 16 * 16),
-        blocks_(cluster_),
-        warps_(cluster_ * threads_ / 32) {
-    for (unsigned n = 0; n < cluster_; ++n) memory_.push_back(std::make_unique<Guarded>(bytes_ + kCanary));
+        blocks_(count_),
+        clusters_(count_ / cluster_),
+        warps_(count_ * threads_ / 32) {
+    for (unsigned n = 0; n < count_; ++n) memory_.push_back(std::make_unique<Guarded>(bytes_ + kCanary));
     group_.blocks = blocks_.data();
+    group_.count = count_;
     group_.cluster = cluster_;
     group_.threads = threads_;
     group_.grid = static_cast<unsigned>(launch.grid);
-    while (fibers.size() < cluster_ * threads_) fibers.push_back(std::make_unique<Fiber>());
+    while (fibers.size() < count_ * threads_) fibers.push_back(std::make_unique<Fiber>());
   }
 
   void run(unsigned first) {
     start(first);
-    int64_t left = static_cast<int64_t>(cluster_) * threads_;
+    int64_t left = static_cast<int64_t>(count_) * threads_;
     const int64_t warps = static_cast<int64_t>(warps_.size());
     while (left > 0) {
       bool moved = false;
@@ -203,7 +206,7 @@ class Cluster {
     }
     async::finish();
     check_failure();
-    for (unsigned n = 0; n < cluster_; ++n) {
+    for (unsigned n = 0; n < count_; ++n) {
       for (const unsigned char* at = memory_[n]->end() - bytes_ - kCanary; at < memory_[n]->end() - bytes_; ++at) {
         STD_TORCH_CHECK(*at == 0xff, "emulator: a kernel wrote before its shared memory");
       }
@@ -213,15 +216,15 @@ class Cluster {
  private:
   void start(unsigned first) {
     async::start(group_);
-    group_.barrier = {};
-    group_.live = static_cast<int>(cluster_ * threads_);
-    for (unsigned n = 0; n < cluster_; ++n) {
+    for (Cluster& cluster : clusters_) cluster = {{}, static_cast<int>(cluster_ * threads_)};
+    for (unsigned n = 0; n < count_; ++n) {
       unsigned char* const shared = memory_[n]->end() - bytes_;
       std::memset(shared - kCanary, 0xff, bytes_ + kCanary);  // NaN in every format
-      blocks_[n] = {first + n, n, shared, bytes_, {}, static_cast<int>(threads_), {}};
+      blocks_[n] = {
+          first + n, n, n % cluster_, shared, bytes_, {}, static_cast<int>(threads_), {}, &clusters_[n / cluster_]};
     }
     for (Warp& warp : warps_) warp = {{}, {}, {}, nullptr, 32};
-    for (unsigned n = 0; n < cluster_ * threads_; ++n) {
+    for (unsigned n = 0; n < count_ * threads_; ++n) {
       Fiber& fiber = *fibers[n];
       fiber.thread = {&group_, &blocks_[n / threads_], &warps_[n / 32], n % threads_};
       fiber.done = false;
@@ -246,9 +249,10 @@ class Cluster {
     return moved;
   }
 
-  unsigned threads_, cluster_;
+  unsigned threads_, cluster_, count_;
   int64_t bytes_;
   std::vector<Block> blocks_;
+  std::vector<Cluster> clusters_;
   std::vector<Warp> warps_;
   std::vector<std::unique_ptr<Guarded>> memory_;
   Group group_;
@@ -275,7 +279,7 @@ int block_barrier(bool vote) {
 }
 
 void cluster_barrier() {
-  wait_for(current->group->barrier, current->group->live);
+  wait_for(current->block->cluster->barrier, current->block->cluster->live);
 }
 
 void wait_for(Barrier& barrier, int count) {
@@ -338,8 +342,9 @@ void run(const Launch& launch, const std::function<void()>& kernel) {
   body = &kernel;
   blockDim = dim3(static_cast<unsigned>(launch.threads));
   gridDim = dim3(static_cast<unsigned>(launch.grid));
-  Cluster blocks(launch);
-  for (int64_t first = 0; first < launch.grid; first += launch.cluster) blocks.run(static_cast<unsigned>(first));
+  Together blocks(launch);
+  const int64_t count = launch.cooperative ? launch.grid : launch.cluster;
+  for (int64_t first = 0; first < launch.grid; first += count) blocks.run(static_cast<unsigned>(first));
 }
 
 }  // namespace emulator

@@ -1,11 +1,11 @@
 // Runs CUDA blocks on the CPU, one fiber per thread, so that tests of csrc's kernels and of their planners need no GPU.
 // g++ includes this file before any other (-include), in place of what is built into a compiler of CUDA.
 //
-// Blocks run one after another; the blocks of a cluster run together. A thread runs until it waits for others. Tests
-// can reverse the order of the threads (Device::descending): accesses that no barrier orders then give different
-// results. Dynamic shared memory is NaN when a block starts. Protected pages around it stop a kernel that leaves it.
-// Errors are: threads that wait for each other forever, warps that meet at different places, and launches that a device
-// of the chosen kind would refuse.
+// Blocks run one after another; the blocks of a cluster, and of a cooperative launch, run together. A thread runs until
+// it waits for others. Tests can reverse the order of the threads (Device::descending): accesses that no barrier orders
+// then give different results. Dynamic shared memory is NaN when a block starts. Protected pages around it stop a
+// kernel that leaves it. Errors are: threads that wait for each other forever, warps that meet at different places, and
+// launches that a device of the chosen kind would refuse.
 #pragma once
 
 #include <algorithm>
@@ -72,13 +72,19 @@ struct Barrier {
   uint64_t generation = 0;
 };
 
+struct Cluster {
+  Barrier barrier;
+  int live;
+};
+
 struct Block {
-  unsigned index, rank;  // in the grid; in the cluster
+  unsigned index, number, rank;  // in the grid; among those that run together; in the cluster
   unsigned char* shared;
   int64_t shared_bytes;
   Barrier barrier;
   int live;
   int votes[2];  // of this barrier, and of the last one, which threads may still read
+  Cluster* cluster;
 };
 
 struct Warp {
@@ -90,9 +96,7 @@ struct Warp {
 
 struct Group {  // the blocks that run together
   Block* blocks;
-  unsigned cluster, threads, grid;
-  Barrier barrier;
-  int live;
+  unsigned count, cluster, threads, grid;  // blocks; of a cluster; threads of a block
 };
 
 struct Thread {
@@ -136,7 +140,7 @@ inline unsigned cluster_size() {
 }
 inline unsigned char* peer_shared_memory(unsigned rank) {
   if (rank >= current->group->cluster) fail("a cluster has no block of this rank");
-  return current->group->blocks[rank].shared;
+  return (current->block - current->block->rank + rank)->shared;
 }
 
 // A shuffle: lane n gets the value of lane source(n). It keeps its own if that lane is outside its segment.
@@ -166,11 +170,12 @@ struct Launch {
   int64_t grid;  // blocks
   int threads;   // of a block
   int64_t shared_bytes = 0;
-  int cluster = 1;  // blocks that run together
+  int cluster = 1;           // blocks
+  bool cooperative = false;  // the whole grid runs together
 };
 
 // As CUDA numbers them.
-enum Error { kSuccess = 0, kInvalidValue = 1, kInvalidConfiguration = 9 };
+enum Error { kSuccess = 0, kInvalidValue = 1, kInvalidConfiguration = 9, kTooLarge = 720 };
 
 // Lets a kernel have so much dynamic shared memory; without this, it may have kUnasked.
 constexpr int64_t kUnasked = 48 * 1024;

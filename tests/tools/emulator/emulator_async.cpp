@@ -6,11 +6,11 @@ namespace emulator::async {
 State state;
 
 int threads() {
-  return static_cast<int>(state.group->cluster * state.group->threads);
+  return static_cast<int>(state.group->count * state.group->threads);
 }
 
 int me() {
-  return static_cast<int>(current->block->rank * state.group->threads + current->index);
+  return static_cast<int>(current->block->number * state.group->threads + current->index);
 }
 
 namespace {
@@ -19,8 +19,8 @@ namespace {
 void activate() {
   if (state.active) return;
   state.active = true;
-  state.blocks.assign(state.group->cluster, {});
-  for (unsigned n = 0; n < state.group->cluster; ++n) {
+  state.blocks.assign(state.group->count, {});
+  for (unsigned n = 0; n < state.group->count; ++n) {
     state.blocks[n].granules.assign(state.group->blocks[n].shared_bytes / kGranule, {});
   }
   state.threads.assign(threads(), {});
@@ -44,7 +44,7 @@ ThreadState& mine() {
 
 BlockState& block() {
   activate();
-  return state.blocks[current->block->rank];
+  return state.blocks[current->block->number];
 }
 
 WarpGroup& warp_group() {

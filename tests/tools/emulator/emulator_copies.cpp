@@ -37,7 +37,7 @@ void load(uint32_t shared, std::vector<unsigned char> data, uint32_t barrier) {
     g.landing = true;
   }
   memset(to, 0xff, data.size());
-  state.landings.push_back({static_cast<int>(current->block->rank), shared, std::move(data), barrier});
+  state.landings.push_back({static_cast<int>(current->block->number), shared, std::move(data), barrier});
 }
 
 void add(float* global, uint32_t shared, int bytes) {

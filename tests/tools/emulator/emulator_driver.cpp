@@ -10,6 +10,8 @@
 
 namespace emulator {
 
+constexpr int kLargestCluster = 16;  // more than 8 are not portable
+
 Device& device() {
   static Device it;
   return it;
@@ -36,7 +38,9 @@ Error check(const Launch& launch, const void* kernel) {
       allowed == allowed_bytes().end() ? kUnasked : std::min<int64_t>(allowed->second, device().shared_limit);
   if (launch.threads <= 0 || launch.threads > 1024 || launch.threads % 32 != 0) return kInvalidConfiguration;
   if (launch.cluster > 1 && device().capability < 90) return kInvalidConfiguration;
-  if (launch.cluster <= 0 || launch.cluster > 8 || launch.grid % launch.cluster != 0) return kInvalidConfiguration;
+  if (launch.cluster <= 0 || launch.cluster > kLargestCluster || launch.grid % launch.cluster != 0)
+    return kInvalidConfiguration;
+  if (launch.cooperative && launch.grid > device().multiprocessors) return kTooLarge;
   return launch.shared_bytes > limit ? kInvalidValue : kSuccess;
 }
 
@@ -56,11 +60,12 @@ struct DriverConfig {
   DriverAttribute* attributes;
   unsigned count;
 };
-constexpr int kClusterSize = 4, kFailed = 999;
+constexpr int kCooperative = 2, kClusterSize = 4, kFailed = 999;
 
 Launch launch_of(const DriverConfig& config) {
   Launch found = {config.grid[0], static_cast<int>(config.block[0]), config.shared_bytes};
   for (unsigned n = 0; n < config.count; ++n) {
+    if (config.attributes[n].id == kCooperative) found.cooperative = config.attributes[n].value[0] != 0;
     if (config.attributes[n].id == kClusterSize) found.cluster = static_cast<int>(config.attributes[n].value[0]);
   }
   return found;
@@ -121,7 +126,8 @@ EMULATED_API int emulated_allow(const emulator::Entry* kernel, int shared_bytes)
 }
 
 EMULATED_API int emulated_clusters(const emulator::Entry* kernel, const emulator::DriverConfig* config) {
-  const emulator::Launch launch = emulator::launch_of(*config);
+  emulator::Launch launch = emulator::launch_of(*config);
+  launch.cooperative = false;  // it asks how many there may be
   if (emulator::check(launch, kernel) != emulator::kSuccess) return 0;
   return emulator::device().multiprocessors / launch.cluster;
 }

@@ -1,4 +1,5 @@
 // Kernels for the emulator's tests: barriers, shuffles and memory that it must emulate, and faults that it must stop.
+#include "../../../csrc/common/cuda/grid.cuh"
 #include "../../../csrc/common/cuda/philox.cuh"
 #include "probe.h"
 
@@ -94,6 +95,19 @@ __global__ void cluster_kernel(float* out) {
   if (threadIdx.x == 0) out[blockIdx.x] = 100.0f * static_cast<float>(emulator::cluster_rank()) + seen;
 }
 
+// out[block] = the sum of what all blocks have written, behind a barrier of them all; counter is 0.
+__global__ void grid_kernel(float* out, float* written, uint32_t* counter) {
+  if (threadIdx.x == 0) {
+    written[blockIdx.x] = static_cast<float>(1 + blockIdx.x);
+    counter_arrive(counter);
+    counter_wait(counter, gridDim.x);
+  }
+  __syncthreads();
+  float sum = 0.0f;
+  for (unsigned n = 0; n < gridDim.x; ++n) sum += written[n];
+  if (threadIdx.x == 0) out[blockIdx.x] = sum + 100.0f * static_cast<float>(emulator::cluster_rank());
+}
+
 template <class T>
 __global__ void convert_kernel(const float* in, T* out, float* back, int64_t pairs) {
   for (int64_t i = threadIdx.x; i < pairs; i += blockDim.x) {
@@ -139,6 +153,11 @@ void cluster(Tensor out, int64_t size) {
   launch<cluster_kernel>({out.numel(), 64, 16, static_cast<int>(size)}, floats(out));
 }
 
+void grid(Tensor out, Tensor written, Tensor counter, int64_t size, bool cooperative) {
+  launch<grid_kernel>({out.numel(), 64, 16, static_cast<int>(size), cooperative}, floats(out), floats(written),
+                      static_cast<uint32_t*>(counter.data_ptr()));
+}
+
 void convert(Tensor in, Tensor out, Tensor back) {
   with_half(out, [&](auto zero) {
     using T = decltype(zero);
@@ -160,6 +179,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def("probe_fault(Tensor(a!) out, int kind, int grid, int threads, int bytes, int cluster) -> ()");
   m.def("probe_poison(Tensor(a!) out) -> ()");
   m.def("probe_cluster(Tensor(a!) out, int size) -> ()");
+  m.def("probe_grid(Tensor(a!) out, Tensor(b!) written, Tensor(c!) counter, int size, bool cooperative) -> ()");
   m.def("probe_convert(Tensor x, Tensor(a!) out, Tensor(b!) back) -> ()");
   m.def("probe_philox(Tensor seed, Tensor(a!) out, int c1, int c2) -> ()");
 }
@@ -171,6 +191,7 @@ STABLE_TORCH_LIBRARY_IMPL(crate_kernels_C, CPU, m) {
   m.impl("probe_fault", TORCH_BOX(&fault));
   m.impl("probe_poison", TORCH_BOX(&poison));
   m.impl("probe_cluster", TORCH_BOX(&cluster));
+  m.impl("probe_grid", TORCH_BOX(&grid));
   m.impl("probe_convert", TORCH_BOX(&convert));
   m.impl("probe_philox", TORCH_BOX(&philox));
 }

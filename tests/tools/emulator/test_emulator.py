@@ -133,6 +133,23 @@ def test_blocks_of_a_cluster_see_each_other(descending, library, device):
         library.probe_cluster(torch.empty(6), 4)
 
 
+@ORDERS
+def test_blocks_of_a_cooperative_launch_wait_for_each_other(descending, library, device):
+    device(capability=90, multiprocessors=8, descending=descending)
+
+    def waiting(count, cooperative=True):
+        out = torch.empty(count)
+        library.probe_grid(out, torch.empty(count), torch.zeros(1, dtype=torch.int32), 2, cooperative)
+        return out.tolist()
+
+    assert waiting(8) == [36, 136] * 4
+    assert waiting(2, cooperative=False) == [3, 103], "a cluster runs together"
+    with pytest.raises(RuntimeError, match="emulator: threads wait for others that wait elsewhere"):
+        waiting(4, cooperative=False)
+    with pytest.raises(RuntimeError, match="CUDA error 720"):
+        waiting(10)
+
+
 def test_a_test_sets_what_planners_ask_the_device(library, device):
     cpu = torch.device("cpu")
     kernel = launch.function(Kernel("ista/cuda/update.cuh", "ista_symmetrize_kernel<bf16>"), cpu)

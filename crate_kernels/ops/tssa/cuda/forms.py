@@ -178,9 +178,8 @@ def _persistent_form(found: Persistent | None, p: TssaProblem, walks_back: bool)
     """Return the form of a call that a persistent kernel takes; behind other kernels' sums where it walks back."""
     if found is None:
         return None
-    _, threads, shared_bytes, cluster = found.shape
-    cuts = p.nchunks if walks_back else 0
-    return LaunchForm(CAUSAL[0], threads, shared_bytes, cluster, cuts, found)
+    shape, cuts = found.shape, p.nchunks if walks_back else 0
+    return LaunchForm(CAUSAL[0], shape.threads, shape.shared_bytes, shape.cluster, cuts, found)
 
 
 def choose(

@@ -64,12 +64,20 @@ def _empty_sums(w: Tensor, p: TssaProblem, form: LaunchForm, by_channel: int = 1
     return w.new_empty((p.nsequences, p.nchunks + 1, by_channel * p.width + p.nheads), dtype=torch.float32)
 
 
+def _sums(w: Tensor, p: TssaProblem, form: LaunchForm) -> list[Tensor | None]:
+    """Allocate the sums of chunks of two steps, or what clusters that share sequences tell each other."""
+    if form.persistent is not None and form.persistent.counters:
+        counters = w.new_zeros(form.persistent.counters, dtype=torch.int32)
+        return [w.new_empty(form.persistent.exchanged, dtype=torch.float32), counters]
+    return [_empty_sums(w, p, form) for _ in range(2)]
+
+
 def _full(
     p: TssaProblem, form: LaunchForm, a: TssaForward | TssaBackward, sums: list[Tensor | None], backward: bool
 ) -> list[_PassLaunch]:
     """List the launches of the full form."""
     if form.persistent is not None:
-        return [_PassLaunch(*form.persistent, [a])]
+        return [_PassLaunch(form.persistent.kernel, form.persistent.shape, [a])]
     parameters = [a, c_int(p.dtype)]
     if form.cluster:
         shape = Shape(p.nsequences * form.cluster, form.threads, form.shared_bytes, form.cluster)
@@ -84,7 +92,7 @@ def _causal_forward(
 ) -> list[_PassLaunch]:
     """List the launches of the causal forward."""
     if form.persistent is not None:
-        return [_PassLaunch(*form.persistent, [a])]
+        return [_PassLaunch(form.persistent.kernel, form.persistent.shape, [a])]
     parameters, blocks = [a, c_int(p.dtype)], p.nsequences * p.nchunks
     energy, members, output = (
         _PassLaunch(kernel, Shape(blocks, form.threads), parameters) for kernel in causal_steps(form.access, False)
@@ -104,7 +112,7 @@ def _causal_backward(p: TssaProblem, form: LaunchForm, a: TssaBackward, sums: li
         threads = min(max(-(-vectors // 32) * 32, 64), _WALKED_THREADS)
         shape = Shape(p.nsequences * p.nchunks, threads)
         totals = _PassLaunch(causal_steps(form.access, True)[0], shape, [a, c_int(p.dtype)])
-        return [totals, _scan(p, sums[0], _BEFORE), _PassLaunch(*form.persistent, [a])]
+        return [totals, _scan(p, sums[0], _BEFORE), _PassLaunch(form.persistent.kernel, form.persistent.shape, [a])]
     shared = 0, vectors * 4, form.shared_bytes, causal_backward_bytes(p, form.channels, logits=False)
     totals, dmoment, dlogit, dw = (
         _PassLaunch(kernel, Shape(p.nsequences * p.nchunks, form.threads, shared_bytes), [a, c_int(p.dtype)])
@@ -129,7 +137,7 @@ def forward(
     p, form = choose(w, None, call, causal, decoding=state is not None)
     out, membership = operator.empty_out(w), call.empty_membership(w)
     statistics = () if causal else (call.empty_channels(w), call.empty_channels(w))
-    sums = [_empty_sums(w, p, form) for _ in range(2)]
+    sums = _sums(w, p, form)
     energy, moment = statistics or (None, None)
     a = TssaForward(
         **_shared(p, Saved(w, temp, denom_bias, membership, energy, moment), call, sums),
@@ -174,9 +182,11 @@ def backward(
     p, form = choose(w, dout, call, causal, statistics)
     dw = operator.empty_out(w)
     dlogit = call.empty_membership(w) if form.cuts or causal else None
-    walks = causal and form.persistent is not None
-    sums = [_empty_sums(w, p, form, by_channel=2 if causal else 1), None if walks else _empty_sums(w, p, form)]
-    sums.append(_empty_sums(w, p, form) if causal and not walks else None)
+    if not causal:
+        sums = [*_sums(w, p, form), None]
+    else:
+        others = [None if form.persistent is not None else _empty_sums(w, p, form) for _ in range(2)]
+        sums = [_empty_sums(w, p, form, by_channel=2), *others]
     if sums[2] is None:
         dtemp = written = w.new_empty((p.nsequences, p.nheads), dtype=torch.float32)
     else:

@@ -1,7 +1,9 @@
 """Plans the persistent kernels of the full form on Hopper GPUs: csrc/tssa/cuda/persistent.cuh.
 
 Clusters stay on their multiprocessors and take one sequence after another. They serve 16-bit tokens whose heads are of
-16 channels or a multiple, and which fit a cluster's shared memory.
+16 channels or a multiple, and which fit a cluster's shared memory, or that of several clusters: these tell each other
+their sums through the L2 cache, and wait for each other. So all of them must be on the GPU at once: the planner asks
+how many it holds, and the launch is cooperative, which the driver refuses where it cannot be.
 
 No GPU has timed them, so nothing takes them by default. ``python -m crate_kernels tune`` times them beside the kernels
 of forms.py, and has the faster ones taken from then on.
@@ -28,20 +30,27 @@ MOST_THREADS = 512
 VECTOR = 8  # channels
 _MOST_OF_LANE = 8  # heads of a lane in the softmax, which are in registers
 _SLICE = 32  # tokens whose sums by vector are put down at a time
-_NONE = {"CLUSTER": 0, "BUFFERS": 0, "THREADS": 0}
+_NONE = {"CLUSTER": 0, "BUFFERS": 0, "THREADS": 0, "TOGETHER": 0}
 # CLUSTER: blocks; 0: none of these kernels. BUFFERS: sequences that a cluster has room for. THREADS: of a block, at
-# least. Every other one is what a run of few candidates times.
+# least. TOGETHER: clusters that share a sequence. Every other one is what a run of few candidates times.
 _CANDIDATES = tuple(
-    {"CLUSTER": cluster, "BUFFERS": buffers, "THREADS": threads}
-    for cluster, buffers, threads in (
-        (8, 2, 192),
-        (8, 1, 384),
-        (4, 2, 192),
-        (4, 1, 384),
-        (2, 2, 192),
-        (8, 2, 384),
-        (8, 1, 192),
-        (4, 1, 192),
+    dict(zip(_NONE, one, strict=True))
+    for one in (
+        (8, 2, 192, 1),
+        (8, 1, 384, 1),
+        (4, 2, 192, 1),
+        (4, 1, 384, 1),
+        (2, 2, 192, 1),
+        (8, 2, 384, 1),
+        (8, 1, 192, 1),
+        (4, 1, 192, 1),
+        (16, 1, 384, 1),
+        (16, 2, 192, 1),
+        (8, 1, 384, 4),
+        (8, 1, 384, 2),
+        (8, 1, 384, 12),
+        (8, 1, 384, 8),
+        (16, 1, 384, 4),
     )
 )
 
@@ -56,10 +65,12 @@ FORWARD, BACKWARD = _table("forward"), _table("backward")
 
 
 class Persistent(NamedTuple):
-    """A launch."""
+    """A launch. ``exchanged``: numbers that clusters which share sequences tell each other; ``counters``: of them."""
 
     kernel: Kernel
     shape: Shape
+    exchanged: int = 0
+    counters: int = 0
 
 
 def threads_of(width: int, least: int) -> int:
@@ -75,7 +86,11 @@ def four(count: int) -> int:
 
 def shared_bytes(nheads: int, head_dim: int, seqlen: int, backward: bool, config: Config) -> int:
     """Return what a block takes of shared memory, as TssaPersistentShared does."""
-    width, share, copies = nheads * head_dim, -(-seqlen // config["CLUSTER"]), 2 if backward else 1
+    width, share, copies = (
+        nheads * head_dim,
+        -(-seqlen // (config["CLUSTER"] * config["TOGETHER"])),
+        2 if backward else 1,
+    )
     vectors, sums = width // VECTOR, four(width + nheads)
     groups = threads_of(width, config["THREADS"]) // vectors
     buffers = config["BUFFERS"]
@@ -94,8 +109,8 @@ def sizes(nheads: int, head_dim: int, masked: bool, config: Config) -> str:
 def kernel(dtype: torch.dtype, nheads: int, head_dim: int, masked: bool, backward: bool, config: Config) -> Kernel:
     """Return the kernel of a configuration."""
     header, name = ("backward", "bwd") if backward else ("forward", "fwd")
-    kernel = f"tssa_full_{name}_persistent_kernel<{CPP_TYPES[dtype]}, {sizes(nheads, head_dim, masked, config)}>"
-    return Kernel(f"tssa/cuda/persistent_{header}.cuh", kernel)
+    given = f"{CPP_TYPES[dtype]}, {sizes(nheads, head_dim, masked, config)}, {config['TOGETHER']}"
+    return Kernel(f"tssa/cuda/persistent_{header}.cuh", f"tssa_full_{name}_persistent_kernel<{given}>")
 
 
 def _side_by_side(t: Tensor) -> bool:
@@ -129,13 +144,18 @@ def resident(
     shape: Shape,
     device: torch.device,
     gpu: LaunchDevice,
+    together: int = 1,
 ) -> Persistent | None:
-    """Return a launch of as many clusters as there are sequences and the GPU holds at once; None: it holds none."""
-    asked = shape._replace(blocks=max(p.nsequences, 1) * shape.cluster)
-    clusters = gpu.active_clusters(launch.function(chosen, device, (record,)), asked)
-    if not clusters:
+    """Return a launch of as many clusters as sequences need and the GPU holds at once; None: it holds too few."""
+    asked = shape._replace(blocks=max(p.nsequences, 1) * shape.cluster * together)
+    groups = gpu.active_clusters(launch.function(chosen, device, (record,)), asked) // together
+    if not groups:
         return None
-    return Persistent(chosen, shape._replace(blocks=min(p.nsequences, clusters) * shape.cluster))
+    groups = min(p.nsequences, groups)
+    shape = shape._replace(blocks=groups * shape.cluster * together, cooperative=together > 1)
+    if together == 1:
+        return Persistent(chosen, shape)
+    return Persistent(chosen, shape, 2 * groups * together * four(p.width + p.nheads), groups)
 
 
 def taken(
@@ -154,4 +174,5 @@ def taken(
         return None
     chosen = kernel(w.dtype, p.nheads, p.head_dim, call.key_padding_mask is not None, backward, config)
     shape = Shape(0, threads, bytes_, config["CLUSTER"])
-    return resident(p, chosen, TssaBackward if backward else TssaForward, shape, w.device, gpu)
+    record = TssaBackward if backward else TssaForward
+    return resident(p, chosen, record, shape, w.device, gpu, config["TOGETHER"])

@@ -24,7 +24,7 @@ def workloads() -> list[Workload]:
         return []
     if launch.gpu(device).capability != persistent.CAPABILITY:
         return []
-    images = itertools.product(_IMAGES, (196, 784), (persistent.FORWARD, persistent.BACKWARD))
+    images = itertools.product(_IMAGES, (196, 784, 4096), (persistent.FORWARD, persistent.BACKWARD))
     texts = itertools.product(_TEXTS, (1024,), (walking.FORWARD, walking.BACKWARD))
     return [
         _workload(table, *shape, seqlen, causal)
