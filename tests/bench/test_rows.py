@@ -27,6 +27,8 @@ def test_rates_and_shares_of_a_row(results):
     assert facts["median_us"] == pytest.approx(1000)
     assert facts["calls_us"] == pytest.approx(980)
     assert (facts["error"], facts["error_over_eager"], facts["error_over_budget"]) == (1e-6, 0.5, 0.25)
+    many = rows.facts(replace(one, seconds=[float(n) for n in range(1, 102)]), results)
+    assert (many["p20_us"], many["median_us"], many["p80_us"]) == (21e6, 51e6, 81e6)
     bare = rows.facts(replace(one, flops=None, bytes=None, unit="", peak_bytes=None), results)
     assert not bare.keys() & {"tflops", "percent_of_product", "gb_per_s", "percent_of_copy", "images_per_s"}
     assert bare["peak_mib"] is None
@@ -79,6 +81,10 @@ def test_what_describes_a_machine(monkeypatch):
     monkeypatch.setattr(clock, "copy_bytes", lambda device: 7.0)
     found = rows.machine(cpu, ["fp32", "bf16"])
     assert found["product_flops"] == {"fp32": 1.0, "bf16": 2.0}
+    assert list(found) == [
+        "device", "gpu", "processor", "torch", "triton", "cuda", "python", "crate_kernels", "git", "product_flops",
+        "copy_bytes",
+    ]  # fmt: skip
     assert (found["copy_bytes"], found["gpu"], found["torch"]) == (7.0, False, torch.__version__)
     assert found["device"].endswith(
         f" CPU, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
