@@ -1,9 +1,9 @@
 """The first minutes on a GPU: ``python -m tests.gpu.smoke --out FOLDER --seconds S --workers N``.
 
 Items: the machine; the kernels of sm_90a in bf16; every form of every operator once in bf16 against float64, on each
-kernel backend; generation by a captured step; persistent products; calls for which None takes what was timed to be the
-fastest; the kernels of sm_90a in fp16; the assembler's warnings (C75xx) of the main Triton kernels; and, where
-compute-sanitizer is, small calls under it.
+kernel backend; generation by a captured step; persistent products, and cuBLASLt's; calls for which None takes what was
+timed to be the fastest; the kernels of sm_90a in fp16; the assembler's warnings (C75xx) of the main Triton kernels;
+and, where compute-sanitizer is, small calls under it.
 """
 
 import argparse
@@ -149,6 +149,20 @@ def stream(name, device="cuda"):
         return check(testing.Case(op, f"stream-{name}", shape, options), "triton", dtype, device)
 
 
+def addend(name):
+    """Hold a step whose products with an addend are cuBLASLt's, which no table takes, to the error budget."""
+    from crate_kernels._triton.table import forced
+    from crate_kernels.ops.ista import lt
+    from crate_kernels.ops.ista.triton import tables
+
+    op, shape, options = STREAMS[name]
+    with forced(tables.ADDEND, {"LT": 1}):
+        found = check(testing.Case(op, f"addend-{name}", shape, options), "triton", torch.bfloat16, "cuda")
+    if lt._said:
+        raise AssertionError(f"cuBLASLt did not multiply: {lt._said}")
+    return found
+
+
 def warnings(family):
     """Return the assembler's warnings about a family's products on this GPU's architecture, and its spills."""
     from tests.tools.aot import report
@@ -215,6 +229,7 @@ def items(dry_run):
             found[f"{backend} {case}"] = lambda case=case, backend=backend: check(case, backend, torch.bfloat16, "cuda")
     found |= {f"generation {name}": partial(generation, name) for name in TEXTS}
     found |= {f"stream {name}": partial(stream, name) for name in STREAMS}
+    found |= {f"addend {name}": partial(addend, name) for name in STREAMS}
     found |= {
         f"none {case}": lambda case=case, dtype=dtype: check(case, None, dtype, "cuda") for case, dtype in classes()
     }

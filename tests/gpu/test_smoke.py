@@ -22,6 +22,7 @@ def test_the_smoke_test_has_every_operator_backend_and_kind_of_item():
         "cpp",
         "generation",
         "stream",
+        "addend",
         "heads",
         "rows",
         "pairs",

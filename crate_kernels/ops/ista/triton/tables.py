@@ -82,5 +82,11 @@ def _form(name: str) -> Table:
     return Table(name, dict.fromkeys(keys, (LaunchRow(by_flop),)), candidates=(always, never))
 
 
+# Keyed as PRODUCT. LT takes cuBLASLt for products that add a tensor of the tokens' size and have no threshold.
+ADDEND = Table(
+    "ista_addend",
+    dict.fromkeys(("sm_80", "sm_90", "gfx942", INTERPRETER), (LaunchRow({"LT": 0}),)),
+    candidates=({"LT": 0}, {"LT": 1}),
+)
 FORWARD_FORM, BACKWARD_FORM = _form("ista_forward_form"), _form("ista_backward_form")
-TABLES = (PRODUCT, FORWARD_FORM, BACKWARD_FORM)
+TABLES = (PRODUCT, ADDEND, FORWARD_FORM, BACKWARD_FORM)

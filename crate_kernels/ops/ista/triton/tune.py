@@ -45,6 +45,24 @@ def _product(tokens: int, inner: int, columns: int, device: str = "cuda") -> Cal
     return make
 
 
+def _addend(tokens: int, inner: int, columns: int, device: str = "cuda") -> Callable[[], Prepared]:
+    """Return what prepares the product that is a gradient of the tokens: with an addend, the matrix transposed."""
+
+    def make() -> Prepared:
+        left, base = _draw(tokens, inner, device=device), _draw(tokens, columns, device=device)
+        right = (_draw(columns, inner, device=device) * inner**-0.5).t()
+
+        def call() -> Tensor:
+            return product(left, right, Epilogue(_STEP, base))
+
+        def plain(dtype: torch.dtype) -> dict[str, Tensor]:
+            return {"out": base.to(dtype) + _STEP * (left.to(dtype) @ right.to(dtype))}
+
+        return Prepared(call, lambda: {"out": call()}, plain, left.dtype)
+
+    return make
+
+
 def _form(table: Table, tokens: int, dim: int, device: str = "cuda") -> Callable[[], Prepared]:
     """Return what prepares a step, forward or backward as ``table`` has it."""
 
@@ -74,6 +92,7 @@ def workloads() -> list[Workload]:
         for tokens, bucket in ((1, 16), (788, 1024), (25216, None)):
             row = LaunchRow({}, inner, bucket, half=True)
             found.append(Workload(tables.PRODUCT, row, _product(tokens, inner, columns)))
+            found.append(Workload(tables.ADDEND, row, _addend(tokens, inner, columns)))
     # Around the number of tokens at which either form is as many FLOP.
     for dim in (384, 576, 768, 1024):
         for tokens in (256, 512, 1024, 2048):
