@@ -154,8 +154,8 @@ BROKEN_LONG_FORWARD = {
     "one-panel": ("S::kOwnPanel, S::kPanel,", "0, S::kPanel,", "128-channels"),
     "lse-of-rounded-weights": ("(log2_fast(total) + shift[half])", "(log2_fast(rounded) + shift[half])", "257-tokens"),
     "no-syncwarp-behind-staging": (
-        "inverse[1], lane);\n    __syncwarp();\n    store_rows<S>(call, head.of",
-        "inverse[1], lane);\n    store_rows<S>(call, head.of",
+        "inverse[1], lane);\n    __syncwarp();\n    store_rows<S>(call, head.first",
+        "inverse[1], lane);\n    store_rows<S>(call, head.first",
         "257-tokens",
     ),
 }
@@ -164,7 +164,7 @@ _WEIGHED = "      weigh<WALK>(s, n);\n      wgmma_wait<1>();\n"
 _BOUNDED = "s[i] = fminf(s[i], BackwardRange<T>::kTop);"
 _LOADED_TILE = "    copy_async_wait<0>();\n    fence_async_shared();\n    __syncthreads();\n    float s["
 
-# Of csrc/mssa/cuda/long_backward.cuh, long_scale.cuh and long_delta.cuh.
+# Of csrc/mssa/cuda/long_backward.cuh, long_gradient.cuh, long_scale.cuh and long_delta.cuh.
 BROKEN_LONG_BACKWARD = {
     "no-wait-for-a-tile": ("      stages.wait_full(n);\n      start<WALK>", "      start<WALK>", "257-tokens"),
     "no-wait-for-scores": ("      wgmma_wait<2>();\n", "", "257-tokens"),
@@ -180,11 +180,7 @@ BROKEN_LONG_BACKWARD = {
     "rows-not-masked": ("(i % 2 == 0 ? of.y : of.w) : keep[i / 2]", "(i % 2 == 0 ? of.y : of.w) : 1.0f", "padded"),
     "deltas-swapped": ("(i % 2 == 0 ? of.x : of.z)", "(i % 2 != 0 ? of.x : of.z)", "257-tokens"),
     "no-delta-of-rows": ("t[i] -= delta[i % 4 / 2];", "t[i] -= 0.0f;", "causal"),
-    "rows-of-the-first-group": (
-        "S::kOwnAt + 64 * at.group * kRowBytes, w = stage(n)",
-        "S::kOwnAt, w = stage(n)",
-        "causal",
-    ),
+    "rows-of-the-first-group": ("(s, own_rows(), stage(n)", "(s, at.base + S::kOwnAt, stage(n)", "causal"),
     "one-panel": (
         "w + S::kTokens, S::kOwnPanel, S::kPanel, true",
         "w + S::kTokens, 0, S::kPanel, true",
