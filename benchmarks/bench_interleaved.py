@@ -24,6 +24,6 @@ def test_interleaved(together, what, dtype, direction, provider):
 def test_models_interleaved(together, what, dtype, direction, provider):
     network = what.subject
     together(
-        networks.blank_in_turn(network, dtype, direction),
-        lambda rows, device, seconds: networks.measure_in_turn(rows, network, device, seconds),
+        networks.blank_interleaved(network, dtype, direction),
+        lambda rows, device, seconds: networks.measure_interleaved(rows, network, device, seconds),
     )

@@ -67,7 +67,7 @@ def _pair(results: Results, bench: str, case: str, dtype: str, baseline: str, di
     return " / ".join("-" if row is None else _ratio(results, row, baseline) for row in ours)
 
 
-def _in_turn(results: Results, bench: str) -> Results:
+def _interleaved(results: Results, bench: str) -> Results:
     """Return the calls of a benchmark's operators that were timed interleaved, with cold caches."""
     ops = {row.op for row in results.find(bench=bench)}
     return Results(results.machine, [row for row in results.find(bench=rows.INTERLEAVED) if row.op in ops])
@@ -80,8 +80,8 @@ def _speed(results: Results, bench: str, baselines: list[str]) -> str:
     """
     directions = ("forward", "both")
     baselines = [b for b in baselines if any(row.times for row in results.find(bench=bench, provider=b))]
-    cold = _in_turn(results, bench)
-    in_turn = [b for b in baselines if any(row.provider == b and row.times for row in cold.rows)]
+    cold = _interleaved(results, bench)
+    cold_baselines = [b for b in baselines if any(row.provider == b and row.times for row in cold.rows)]
     cases = dict.fromkeys(row.case for row in results.rows if row.bench == bench)
     lines = []
     for dtype, case in itertools.product(("fp32", "bf16"), cases):
@@ -92,9 +92,12 @@ def _speed(results: Results, bench: str, baselines: list[str]) -> str:
             shape = next((f"({', '.join(map(str, row.shape))})" for row in ours if row is not None), "")
             times = " / ".join("-" if row is None else f"{1e3 * row.time:.3g}" for row in ours)
             ratios = [_pair(timed, bench, case, dtype, b, directions) for b in baselines]
-            ratios += [_pair(cold, rows.INTERLEAVED, case, dtype, b, directions) for b in in_turn]
+            ratios += [_pair(cold, rows.INTERLEAVED, case, dtype, b, directions) for b in cold_baselines]
             lines.append([f"{case} {shape}", dtype, *clock, times, *ratios])
-    titles = [*(cells.NAMES.get(b, b) for b in baselines), *(f"{cells.NAMES.get(b, b)}, interleaved" for b in in_turn)]
+    titles = [
+        *(cells.NAMES.get(b, b) for b in baselines),
+        *(f"{cells.NAMES.get(b, b)}, interleaved" for b in cold_baselines),
+    ]
     return cells.markdown(["case", "dtype", *cells.clock_title(results), "ours, ms", *titles], lines)
 
 
@@ -137,7 +140,7 @@ def _model(results: Results, row: BenchRow, clock: list[str], has: set[str]) -> 
     return [name, row.dtype, *clock, times, f"{step.amount / step.time:.3g}", *pairs, memory]
 
 
-def _models_in_turn(results: Results) -> str:
+def _models_interleaved(results: Results) -> str:
     """Render the models whose providers were timed interleaved."""
     lines, directions = [], ("forward", "step")
     for row in results.find(bench=rows.INTERLEAVED, op="model", direction="step", provider="eager"):
@@ -306,7 +309,7 @@ _TABLES: dict[str, Callable[[Results], str]] = {
     "tssa": lambda r: _speed(r, "tssa", ["eager", "compile", "composite"]),
     "ista": lambda r: _speed(r, "ista", ["eager", "compile", "composite"]),
     "models": _models,
-    "turns": _models_in_turn,
+    "turns": _models_interleaved,
     "decode": lambda r: _rates(r, "decode", "eager"),
     "generation": _generation,
     "memory": _memory,

@@ -253,7 +253,7 @@ def _public(op: str, function: str) -> str:
 def eligible_backends(
     op: str, function: str, backend: str, dispatch_tensor: Tensor, *args: Any, order: BackendOrder | None = None
 ) -> Iterator[tuple[str, Callable]]:
-    """Go through the backends that ``run`` tries, in turn: name, and function of the kernel module."""
+    """Go through the backends that ``run`` tries, one after another: name, and function of the kernel module."""
     kind, names = type_of(dispatch_tensor.device), (backend,)
     if _is_auto(backend):
         names = tuple(_usable_backends(op, dispatch_tensor.device, dispatch_tensor.dtype))

@@ -125,7 +125,7 @@ class Shortcuts:
     def repeat(self, key: tuple, *tensors: Tensor | None) -> Any:
         """Repeat a call of these options on tensors in the op's order; None where that is not possible.
 
-        Returns what ``remember`` was told that the caller takes.
+        Returns what ``remember`` was given for the caller.
         """
         first: Any = tensors[0]
         if first.is_cuda and (more := plan.settings(first)):

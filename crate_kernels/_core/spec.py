@@ -259,7 +259,7 @@ class Spec:
         timed: the timed cases.
         sweep: the cases whose sizes vary; None if there are none.
         arguments: returns the tensors that benchmarks draw; those of ``draw`` by default.
-        excluded: says why (case, backend, dtype) is not held to the budget; None if it is.
+        excluded: says why (case, backend, dtype) is not held to the error tolerance; None if it is.
         providers: other providers that compute the operator.
         decoding: steps on the operator's cache; None if it has no cache.
         sampling: how exact results of long sequences are compared; None compares the whole result.

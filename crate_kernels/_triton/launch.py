@@ -169,7 +169,7 @@ def _describe(kind: Any, value: Any, parameters: list[bytes | torch.Tensor | Non
 
 
 def _hooks_are_set() -> bool:
-    """Return whether somebody wants to be told of Triton's launches, as its profiler does."""
+    """Return whether somebody wants to hear of Triton's launches, as its profiler does."""
     runtime = sys.modules["triton"].knobs.runtime
     return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
 

@@ -26,7 +26,7 @@ from crate_kernels._triton.table import Config, LaunchRow, Table, forced
 # ("found", config, seconds, seconds of the shipped one) or ("failed", reason).
 Message = tuple[Any, ...]
 # Takes the number of a workload, of its configuration, and the seconds: None if that fails or is wrong.
-Told = Callable[[int, int, float | None], object]
+OnTiming = Callable[[int, int, float | None], object]
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ def search(
 def supervise(
     count: int,
     start: Callable[[int, frozenset[int]], Iterator[Message]],
-    told: Told = lambda *_: None,
+    on_timing: OnTiming = lambda *_: None,
 ) -> Iterator[Result | str]:
-    """Yield, for each of ``count`` workloads, its result or the reason for having none; ``told`` gets each timing.
+    """Yield, for each of ``count`` workloads, its result or the reason for having none; ``on_timing`` gets each timing.
 
     ``start`` takes the first workload and the configurations of it to leave out, and yields messages. It may end at any
     time: the configuration being tried is lost, and ``start`` is called again.
@@ -140,7 +140,7 @@ def supervise(
             if kind == "trying":
                 (at,) = content
             elif kind == "timed":
-                told(first, *content)
+                on_timing(first, *content)
             elif kind != "ready":
                 yield Result(*content) if kind == "found" else content[0]
                 first, lost, at = first + 1, frozenset(), None
@@ -153,7 +153,7 @@ def supervise(
             first, lost = first + 1, frozenset()
         else:
             lost |= {at}
-            told(first, at, None)
+            on_timing(first, at, None)
 
 
 def in_process(target: Callable[..., None], *args: Any) -> Iterator[Message]:
@@ -187,10 +187,10 @@ def compile_all(count: int, jobs: int, start: Start) -> dict[int, frozenset[int]
     def share(job: int) -> None:
         mine = range(job, count, jobs)
 
-        def told(index: int, number: int, seconds: float | None) -> None:
+        def on_timing(index: int, number: int, seconds: float | None) -> None:
             lost[mine[index]] = lost.get(mine[index], frozenset()) | {number}
 
-        for _ in supervise(len(mine), partial(start, mine), told):
+        for _ in supervise(len(mine), partial(start, mine), on_timing):
             pass
 
     with ThreadPoolExecutor(jobs) as pool:

@@ -21,7 +21,7 @@ class Verdict:
     Attributes:
         error: norm of the error over the norm of the exact result, the largest among output and gradients.
         times_eager: the largest ratio of the provider's error to the eager form's in the same dtype.
-        share: the largest error as a share of its budget; the provider passes up to 1.
+        share: the largest error as a share of its tolerance; the provider passes up to 1.
         output: name of the output or gradient with that share.
     """
 
@@ -32,7 +32,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """True if every output and gradient is finite and within budget."""
+        """True if every output and gradient is finite and within tolerance."""
         return self.share <= 1.0
 
 
@@ -47,7 +47,7 @@ class Deviation(NamedTuple):
 
 
 def judge(found: Iterable[Deviation], dtype: torch.dtype) -> Verdict:
-    """Compare each error with its budget, ``factor * (eager's error + eps(dtype) * size)``.
+    """Compare each error with its tolerance, ``factor * (eager's error + eps(dtype) * size)``.
 
     As in the tests, an error of eager that is not finite allows nothing.
     """
@@ -81,7 +81,7 @@ def upstream(out: Tensor) -> Tensor:
 class Gate:
     """The exact results of one case and dtype, and eager's error, computed once for all providers.
 
-    Budget and factors are those of the tests. The tests bound the largest entry of an error on small cases; the gate
+    Tolerance and factors are those of the tests. The tests bound the largest entry of an error on small cases; the gate
     bounds the Frobenius norm. A wrong tile stands out in both, but among millions of entries the largest error is luck:
     an activation within rounding of a threshold may fall on either side in any form, and running sums of few tokens may
     be near zero. If a spec has a ``sampling``, only a part of the result is compared.

@@ -1,4 +1,4 @@
-"""Times the providers of a case in turn, with cold caches: as in a model, where others' work lies between two calls."""
+"""Times the providers of a case interleaved, with cold caches: in a model, others' work lies between two calls."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def measure(
         measuring.record_verdict(row, verdict)
         if verdict.passed:
             calls.append((row, measuring.timed_call(function, exact.args, direction)[0]))
-    in_turn(calls, seconds)
+    measure_calls(calls, seconds)
 
 
-def in_turn(calls: Sequence[tuple[BenchRow, clock.Call]], seconds: float) -> None:
-    """Time calls in turn, and write to memory between them; the samples go into the rows.
+def measure_calls(calls: Sequence[tuple[BenchRow, clock.Call]], seconds: float) -> None:
+    """Time calls interleaved, and write to memory between them; the samples go into the rows.
 
     Each round has an order of its own: a call finds the memory that the one before has freed.
     """

@@ -251,8 +251,8 @@ def _check_and_time(
     measuring.record_times(row, _call(row, network, model, dtype, device), tuple, device, timer)
 
 
-def measure_in_turn(rows: Sequence[BenchRow], network: Network, device: torch.device, seconds: float) -> None:
-    """Time the providers of a network in turn; the rows are of one dtype and direction, by ``blank_in_turn``."""
+def measure_interleaved(rows: Sequence[BenchRow], network: Network, device: torch.device, seconds: float) -> None:
+    """Time the providers of a network interleaved; ``blank_interleaved`` makes the rows, of one dtype and direction."""
     dtype = DTYPES[rows[0].dtype]
     models = [_checked(row, network, dtype, device) for row in rows]
     torch._dynamo.reset()
@@ -261,10 +261,10 @@ def measure_in_turn(rows: Sequence[BenchRow], network: Network, device: torch.de
         for row, model in zip(rows, models, strict=True)
         if model is not None
     ]
-    interleaved.in_turn(calls, seconds)
+    interleaved.measure_calls(calls, seconds)
 
 
-def blank_in_turn(network: Network, dtype: str, direction: str) -> list[BenchRow]:
+def blank_interleaved(network: Network, dtype: str, direction: str) -> list[BenchRow]:
     """Return the rows of all models of a network in one dtype and direction, without results."""
     return [
         BenchRow(INTERLEAVED, "model", network.name, dtype, direction, provider, unit=network.unit)

@@ -21,7 +21,7 @@ from crate_kernels.bench import clock
 
 # The device's own time; of a call in a loop from Python that is synchronised at its end; of calls one by one.
 CLOCKS = ("device", "loop", "calls")
-# Rows of providers that were timed in turn, with cold caches.
+# Rows of providers that were timed interleaved, with cold caches.
 INTERLEAVED = "interleaved"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -42,7 +42,7 @@ class BenchRow:
         peak_bytes: peak bytes of tensors, less the bytes before the call.
         resident_bytes: peak rise of the process's resident memory.
         unit, amount: results per call (tokens, images), for rates; else "" and 0.
-        load: load average of the machine after samples that were taken in turn; else None.
+        load: load average of the machine after samples that were interleaved; else None.
         skipped: why there is no time; else "".
     """
 
@@ -96,7 +96,7 @@ class BenchRow:
         """Time for tables and figures: the device's median, or the host's minimum; nan without times.
 
         Other work on the host, or on a shared machine, lasts longer than a row and only adds time. Providers that were
-        timed in turn share it, so theirs is the median.
+        timed interleaved share it, so theirs is the median.
         """
         return self._typical(self.times)
 
@@ -109,8 +109,8 @@ class BenchRow:
         return self._typical(self.samples(clock))
 
     def _typical(self, samples: list[float]) -> float:
-        in_turn = self.bench in (INTERLEAVED, "threads")
-        typical = statistics.median if self.device_seconds or in_turn else min
+        interleaved = self.bench in (INTERLEAVED, "threads")
+        typical = statistics.median if self.device_seconds or interleaved else min
         return typical(samples) if samples else math.nan
 
     def percentile(self, percent: int) -> float:

@@ -47,12 +47,12 @@ def crowded(count: int) -> Iterator[None]:
 
 
 def measure(rows: list[BenchRow], threads: int, others: int, seconds: float) -> None:
-    """Time a training step of each provider in turn: "eager", the reference implementation, and "default"."""
+    """Time a training step of each provider, interleaved: "eager", the reference implementation, and "default"."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         with crowded(others):
-            interleaved.in_turn([(row, _step(row.provider)) for row in rows], seconds)
+            interleaved.measure_calls([(row, _step(row.provider)) for row in rows], seconds)
     finally:
         torch.set_num_threads(before)
 

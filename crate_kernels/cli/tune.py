@@ -181,14 +181,14 @@ def _tune(args: argparse.Namespace, gpu: str, ops: list[str], every: list[tune.W
     def start(first: int, more: frozenset[int]) -> Iterator[tune.Message]:
         return tune.in_process(_time, work, numbers, lost, first, more)
 
-    def told(index: int, number: int, seconds: float | None) -> None:
+    def on_timing(index: int, number: int, seconds: float | None) -> None:
         workload = every[numbers[index]]
         configs = ("shipped", *map(dict, workload.table.candidates))
         log.add(workload, config=configs[number], seconds=seconds)
 
     lines, failed, left = [], 0, 0
     try:
-        for number, result in zip(numbers, tune.supervise(len(numbers), start, told), strict=True):
+        for number, result in zip(numbers, tune.supervise(len(numbers), start, on_timing), strict=True):
             workload = every[number]
             if isinstance(result, str):
                 left += result == _TIME_IS_UP
@@ -297,7 +297,7 @@ def _time(
 
 
 def judge(call: tune.Prepared) -> Callable[[], bool]:
-    """Return a check of a call by the error budget of the tests."""
+    """Return a check of a call by the error tolerance of the tests."""
     eager, exact = call.plain(call.dtype), call.plain(torch.float64)
     return lambda: all(m.passed for m in testing.measure(call.results(), eager, exact, call.dtype))
 

@@ -18,7 +18,7 @@ from crate_kernels.cli import table
 
 @dataclass(frozen=True)
 class VerifyRow:
-    """The worst output of one case on one backend: the largest share of its budget."""
+    """The worst output of one case on one backend: the largest share of its error tolerance."""
 
     case: str
     backend: str

@@ -47,7 +47,7 @@ class Sequence:
         self.where: SequenceLayout | None = None
 
     def options(self, cache: Any) -> dict[str, Any]:
-        """Return what the operators are told besides a module's own options."""
+        """Return what the operators take besides a module's own options."""
         if cache is not None:
             _refuse_caches()
         return {"seqlen": None if self.where is None else self.where.seqlen}

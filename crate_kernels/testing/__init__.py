@@ -1,4 +1,4 @@
-"""Named cases, inputs and the error budget: shared by tests, ``verify`` and benchmarks.
+"""Named cases, inputs and the error tolerance: shared by tests, ``verify`` and benchmarks.
 
 ``make_inputs`` draws the tensors of a case, ``run`` calls the public function and takes its
 gradients, and ``measure`` compares the results with float64.

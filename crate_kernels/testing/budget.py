@@ -1,4 +1,4 @@
-"""The error budget: runs a case and compares its results with float64."""
+"""The error tolerance: runs a case and compares its results with float64."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Measurement:
 
     @property
     def passed(self) -> bool:
-        """True if the output is finite and within budget."""
+        """True if the output is finite and within tolerance."""
         return self.finite and self.error <= self.budget
 
 
@@ -79,7 +79,7 @@ def measure(
     Args:
         actual: outputs of ``run`` under test.
         eager: outputs of ``run`` on ``reference`` in the same dtype. If an output overflows, as in published fp16
-            code, its error counts as zero, which only tightens the budget.
+            code, its error counts as zero, which only tightens the tolerance.
         oracle: outputs of ``run`` on ``reference`` in float64.
         dtype: the dtype under test.
     """

@@ -92,7 +92,7 @@ def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[
         w = w.contiguous()
         w = w if _is_aligned(w) else w.clone()
     attention = MSSACall(key_padding_mask=call.key_padding_mask, scale=call.scale, causal=True)
-    cache = {"keys": problem.rows_of(data, False), "held": lengths, "capacity": data.shape[2]}
+    cache = {"keys": problem.rows_of(data, False), "cache_lengths": lengths, "capacity": data.shape[2]}
     fields = problem.of_forward(w, attention, out, lse, **cache)
     if stretches is not None:
         steps.step(fields, w, *stretches)

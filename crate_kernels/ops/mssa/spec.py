@@ -115,7 +115,7 @@ def _draw(case: Case, dtype: torch.dtype, device: torch.device, generator: torch
 
 
 def _excluded(case: Case, backend: str, dtype: torch.dtype) -> str | None:
-    """Name what PyTorch's own attention, which ``composite`` is made of, does not do within the budget."""
+    """Name what PyTorch's own attention, which ``composite`` is made of, does not do within the error tolerance."""
     if backend != "composite":
         return None
     if case.options.get("dropout_p"):

@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) mssa_decode_ker
 
 CRATE_DEVICE void advance(const mssa::Problem& c, const Head& head) {
   const CacheSpace space = space_of(c, head);
-  if (threadIdx.x == 0) c.held[head.sequence] = space.held + space.appended;
+  if (threadIdx.x == 0) c.cache_lengths[head.sequence] = space.held + space.appended;
 }
 
 // Write out and lse of one new token of one head from the stretches; a sequence's first block advances its length.

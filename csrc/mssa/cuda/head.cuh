@@ -66,7 +66,7 @@ struct CacheSpace {
 // New tokens beyond the capacity are dropped: they are never written, and no token sees them. `keep` is right-padded,
 // so that its kept tokens come first. Every lane of a warp takes part.
 CRATE_DEVICE CacheSpace space_of(const Problem& call, const Head& head) {
-  const int held = min(max(call.held[head.sequence], 0), call.capacity);
+  const int held = min(max(call.cache_lengths[head.sequence], 0), call.capacity);
   int kept = call.seqlen;
   if (const uint8_t* const keep = head.keep(call)) {
     kept = 0;
@@ -83,7 +83,7 @@ struct Keys {
   const uint8_t* keep;  // null: every key
 
   CRATE_DEVICE Keys(const Problem& call, const Head& head) : before(0), length(head.length), keep(nullptr) {
-    if (call.held == nullptr) {
+    if (call.cache_lengths == nullptr) {
       keep = head.keep(call);
     } else {
       const CacheSpace space = space_of(call, head);
@@ -133,7 +133,7 @@ CRATE_DEVICE float lse_of(float largest, float sum) {
 // Writes the largest score of row i, and the threshold times the sum of its weights: 1 without a key.
 CRATE_DEVICE void put_statistics(const Problem& call, const Head& head, int i, float largest, float sum) {
   call.largest[head.row + i] = largest;
-  call.levels[head.row + i] = call.threshold * (sum == 0.0f ? 1.0f : sum);
+  call.select_level[head.row + i] = call.threshold * (sum == 0.0f ? 1.0f : sum);
 }
 
 CRATE_DEVICE uint64_t seed_of(const Problem& call) {

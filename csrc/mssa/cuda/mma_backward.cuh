@@ -148,7 +148,7 @@ CRATE_DEVICE void load_others(const RowTile<T>& to, const Problem& call, const H
   load_tile<T, DIM>(to.w, w, count, first, head.length, call.access);
   if (call.values) load_tile<T, DIM>(to.g, g, count, first, head.length, call.access);
   const float* const lse = select ? call.largest : call.lse;
-  const float* const shift = select ? call.levels : call.delta;
+  const float* const shift = select ? call.select_level : call.delta;
   for (int n = threadIdx.x; n < count; n += blockDim.x) {
     const bool there = first + n < head.length;
     const int64_t at = head.row + (there ? first + n : 0);

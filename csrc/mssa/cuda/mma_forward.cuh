@@ -12,7 +12,7 @@ CRATE_DEVICE void forward_block(const Problem& call, int from = 0) {
   const int rows = static_cast<int>(blockDim.x) / 2 * ROWS16;
   const Head head(call, blockIdx.x / call.blocks);
   const int block = blockIdx.x % call.blocks;
-  if (call.levels == nullptr) clear_uncovered(call, head, block, call.out, call.lse);
+  if (call.select_level == nullptr) clear_uncovered(call, head, block, call.out, call.lse);
   const int first = first_row(call, block, rows);
   if (first >= head.length || first + rows <= from) return;
   T* const own_tile = reinterpret_cast<T*>(shared_memory());
@@ -52,7 +52,7 @@ CRATE_DEVICE void forward_block(const Problem& call, int from = 0) {
     }
     if (pass != Pass::select) state.finish_sums();
     if (pass != Pass::statistics) break;
-    if (call.levels != nullptr) return put_statistics(state, call, head, row);
+    if (call.select_level != nullptr) return put_statistics(state, call, head, row);
     pass = Pass::select;
     load_first();
   }

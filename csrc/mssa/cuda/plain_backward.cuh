@@ -22,8 +22,8 @@ CRATE_DEVICE Numbers numbers_of(const Problem& c, const Tokens& t, int row) {
   const int64_t n = t.row + row;
   if (APART) return {c.others.lse[n], 0.0f, c.others.delta[n], c.others.dlse[n]};
   const float dlse = c.dlse != nullptr ? c.dlse[n] : 0.0f;
-  if (c.levels != nullptr) return {c.largest[n], 0.0f, 0.0f, dlse, c.levels[n]};
-  const float low = c.low == nullptr ? 0.0f : c.low[n];
+  if (c.select_level != nullptr) return {c.largest[n], 0.0f, 0.0f, dlse, c.select_level[n]};
+  const float low = c.lse_residual == nullptr ? 0.0f : c.lse_residual[n];
   return {c.lse[n], low, c.products ? c.delta[n] : 0.0f, dlse};
 }
 
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
           float p = own_kept[a] && sees(c.mask, i, j) ? row.weight(score) : 0.0f;
           float q = as_queries && row_kept && sees(c.mask, j, i) ? own[a].weight(score) : 0.0f;
           float value = p;
-          if (c.levels != nullptr) {
+          if (c.select_level != nullptr) {
             value = p > row.level ? c.threshold : 0.0f;
             p *= c.threshold / row.level;
             q *= c.threshold / own[a].level;

@@ -1,5 +1,5 @@
 // What the backward by fp32 products needs of each row: delta_i = g_i . out_i, which it subtracts from each product
-// g_i.w_j, and `low`, what rounding took from lse.
+// g_i.w_j, and `lse_residual`, what rounding took from lse.
 //
 // With dropout delta is summed from those products themselves; mma_shift.cuh says why. So it is where one weight makes
 // up a row and its score is large: a rounding of out, or of lse, is then multiplied by that score. And so it is of
@@ -12,8 +12,8 @@
 namespace crate_kernels::plain {
 
 // Writes delta = sum_d g out of kOwned rows. A thread sums a row channel by channel, in the order of the main kernel's
-// products: if a weight is near 1, out is near w, and g.w - delta cancels. If wanted, sets `low` where the rounding of
-// out would show.
+// products: if a weight is near 1, out is near w, and g.w - delta cancels. If wanted, sets `lse_residual` where the
+// rounding of out would show.
 __global__ void __launch_bounds__(kThreads) mssa_plain_delta_kernel(Problem c) {
   float* const g = reinterpret_cast<float*>(shared_memory());
   float* const out = g + kOwned * kPitch;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_delta_kernel(Problem c) {
   const float most = mssa::kMostRounding * warp_max(most_g), rounding = fabsf(c.scale) * most_out * sqrtf(squares);
   if (threadIdx.x >= kOwned || row >= h.length) return;
   c.delta[h.row + row] = delta;
-  if (c.low != nullptr) c.low[h.row + row] = c.dtype != Dtype::f32 && rounding > most ? 1.0f : 0.0f;
+  if (c.lse_residual != nullptr) c.lse_residual[h.row + row] = c.dtype != Dtype::f32 && rounding > most ? 1.0f : 0.0f;
 }
 
 // s += w_j.w_i; as_key += w_j.g_i if KEY; as_query += g_j.w_i if QUERY. j: owned rows; i: rows of the tile.
@@ -79,8 +79,8 @@ CRATE_DEVICE bool is_far(float lse, int keys) {
   return fabsf(lse) > kMostLse || lse - logf(static_cast<float>(keys)) > kMostAboveKeys;
 }
 
-// Writes delta from the products themselves, and low: of every row with dropout, else of blocks that have a row far
-// out, or one whose delta shows the rounding of out; of other blocks low = 0 alone.
+// Writes delta from the products themselves, and lse_residual: of every row with dropout, else of blocks that have a
+// row far out, or one whose delta shows the rounding of out; of other blocks lse_residual = 0 alone.
 __global__ void __launch_bounds__(kThreads) mssa_plain_measure_kernel(Problem c) {
   float* const own_w = reinterpret_cast<float*>(shared_memory());  // (kOwned, kChunk)
   float* const own_g = own_w + kOwned * kPitch;
@@ -90,11 +90,11 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_measure_kernel(Problem c)
   if (start >= h.length) return;
   const int row_here = start + static_cast<int>(threadIdx.x);
   const bool here = threadIdx.x < kOwned && row_here < h.length;
-  const auto shows = [&] { return c.products && c.seed == nullptr && c.low[h.row + row_here] != 0.0f; };
+  const auto shows = [&] { return c.products && c.seed == nullptr && c.lse_residual[h.row + row_here] != 0.0f; };
   const float lse = here ? c.lse[h.row + row_here] : -INFINITY;
   const bool far = lse > -INFINITY && (is_far(lse, h.length) || shows());
   if (__syncthreads_count(far) == 0 && (c.seed == nullptr || !c.products)) {
-    if (here) c.low[h.row + row_here] = 0.0f;
+    if (here) c.lse_residual[h.row + row_here] = 0.0f;
     return;
   }
   const uint8_t* const keep = h.keep(c);
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_measure_kernel(Problem c)
     if (t.column != 0 || query >= h.length) return;
     const int64_t at = h.row + query;
     if (c.products) c.delta[at] = sum == 0.0f ? 0.0f : total / sum;
-    c.low[at] = sum == 0.0f ? 0.0f : row[i].largest - c.lse[at] + logf(sum);
+    c.lse_residual[at] = sum == 0.0f ? 0.0f : row[i].largest - c.lse[at] + logf(sum);
   });
 }
 

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
   const BlockPlace place = place_of(c);
   const Head h = head_of<APART>(c, place.head);
   const int start = first_row(c, place.block, kOwned);
-  const bool measures = c.levels != nullptr;
+  const bool measures = c.select_level != nullptr;
   if (place.group == 0 && !measures) clear_uncovered(c, h, place.block, c.out, c.lse);
   if (start >= h.length) return;
 

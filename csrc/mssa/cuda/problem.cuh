@@ -39,15 +39,15 @@ struct Range {
 };
 
 struct Problem {
-  Rows w, keys, out, g, dw;   // keys: w, or the cache that w was appended to; g: gradient of out
-  float* lse;                 // (sequences, nheads, seqlen), packed (nheads, total); null: not wanted
-  float* delta;               // scratch of lse's size
-  float* low;                 // the same: what rounding took from lse; null: not known
-  float *largest, *levels;    // the same, of phi = "threshold": the largest score, and the threshold times the sum of
-                              // weights that are at most 1. Where they are wanted, a forward writes nothing else
+  Rows w, keys, out, g, dw;       // keys: w, or the cache that w was appended to; g: gradient of out
+  float* lse;                     // (sequences, nheads, seqlen), packed (nheads, total); null: not wanted
+  float* delta;                   // scratch of lse's size
+  float* lse_residual;            // the same: what rounding took from lse; null: not known
+  float *largest, *select_level;  // the same, of phi = "threshold": the largest score, and the threshold times the sum
+                                  // of weights that are at most 1. Where they are wanted, a forward writes nothing else
   const float* dlse;          // of lse's size; null: no gradient
   const uint8_t* keep;        // (sequences, seqlen); null: every key
-  int32_t* held;              // lengths of the cache before the new tokens, which `keep` then masks; null: no cache
+  int32_t* cache_lengths;     // lengths of the cache before the new tokens, which `keep` then masks; null: no cache
   const int32_t* cu_seqlens;  // (sequences + 1,); null: not packed
   const int64_t* seed;        // null: no dropout
   int sequences, nheads, seqlen, total;  // seqlen: the longest; total: packed rows

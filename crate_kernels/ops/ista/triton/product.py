@@ -102,12 +102,12 @@ def _ista_product_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, inner, BLOCK_K):
         if EVEN_K:
-            left = tl.load(left_ptrs, mask=mask_m, other=0.0)
-            right = tl.load(right_ptrs, mask=mask_n, other=0.0)
+            left = tl.load(left_ptrs, mask=mask_m, other=0.0)  # (BLOCK_M, BLOCK_K)
+            right = tl.load(right_ptrs, mask=mask_n, other=0.0)  # (BLOCK_K, BLOCK_N)
         else:
-            left = tl.load(left_ptrs, mask=mask_m & (offs_k[None, :] < inner - k), other=0.0)
-            right = tl.load(right_ptrs, mask=mask_n & (offs_k[:, None] < inner - k), other=0.0)
-        acc = tl.dot(left.to(right.dtype), right, acc)
+            left = tl.load(left_ptrs, mask=mask_m & (offs_k[None, :] < inner - k), other=0.0)  # (BLOCK_M, BLOCK_K)
+            right = tl.load(right_ptrs, mask=mask_n & (offs_k[:, None] < inner - k), other=0.0)  # (BLOCK_K, BLOCK_N)
+        acc = tl.dot(left.to(right.dtype), right, acc)  # (BLOCK_M, BLOCK_N)
         left_ptrs += BLOCK_K
         right_ptrs += BLOCK_K * tl.cast(stride_rk, tl.int64)
     places = offs_m[:, None] * columns + offs_n[None, :]

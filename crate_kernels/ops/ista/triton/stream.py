@@ -81,9 +81,9 @@ def _ista_stream_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, inner, BLOCK_K):
             if TRANSPOSED:
-                acc = tl.dot(left.load([m, k]), right.load([n, k]).T, acc)
+                acc = tl.dot(left.load([m, k]), right.load([n, k]).T, acc)  # (BLOCK_M, BLOCK_N)
             else:
-                acc = tl.dot(left.load([m, k]), right.load([k, n]), acc)
+                acc = tl.dot(left.load([m, k]), right.load([k, n]), acc)  # (BLOCK_M, BLOCK_N)
         first, second = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
         _finish_half(first, base, out, m, n, scale, threshold, ACTIVATION)
         _finish_half(second, base, out, m, n + HALF, scale, threshold, ACTIVATION)

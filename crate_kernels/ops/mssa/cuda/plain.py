@@ -64,7 +64,7 @@ def forward(fields: dict, w: Tensor, apart: bool = False) -> None:
 
 def backward(fields: dict, w: Tensor, apart: bool = False) -> None:
     """Launch a backward. With levels, a forward writes what it needs first; ranges are given it."""
-    if fields.get("levels") is not None:
+    if fields.get("select_level") is not None:
         forward(fields, w)
     elif not apart:
         if fields["products"] and fields["seed"] is None:

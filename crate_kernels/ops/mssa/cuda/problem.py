@@ -65,8 +65,8 @@ class MssaProblem(Record):
     cpp = "mssa::Problem"
     _fields_ = (
         *((name, MssaRows) for name in ("w", "keys", "out", "g", "dw")),
-        *((name, POINTER) for name in ("lse", "delta", "low", "largest", "levels", "dlse")),
-        *((name, POINTER) for name in ("keep", "held", "cu_seqlens", "seed")),
+        *((name, POINTER) for name in ("lse", "delta", "lse_residual", "largest", "select_level", "dlse")),
+        *((name, POINTER) for name in ("keep", "cache_lengths", "cu_seqlens", "seed")),
         *((name, ctypes.c_int) for name in ("sequences", "nheads", "seqlen", "total", "capacity", "blocks", "groups")),
         ("access", MssaAccess),
         ("dtype", ctypes.c_int),
@@ -162,7 +162,7 @@ def of_backward(
     packed, select = call.packed, call.threshold is not None
     values = dout is not None
     products = values and not select
-    levels = {"largest": scratch[1], "levels": scratch[2]} if select and values else {"low": scratch[1]}
+    levels = {"largest": scratch[1], "select_level": scratch[2]} if select and values else {"lse_residual": scratch[1]}
     return of_forward(
         w,
         call,

@@ -146,7 +146,7 @@ def forward(fields: dict, w: Tensor, call: MSSACall, left: Tensor | None = None)
 
 def backward(fields: dict, w: Tensor, call: MSSACall, left: Tensor | None = None) -> None:
     """Launch a backward; ``left``: of heads alone of which it is not 0, (heads,) int32."""
-    if fields.get("levels") is not None:
+    if fields.get("select_level") is not None:
         forward(fields, w, call)
     dim = _class_of(w.shape[-1])
     rows = _SHIFT_WARPS * 16

@@ -52,7 +52,7 @@ def _delta_of_weights(g, w, scores, start_m, BLOCK: tl.constexpr, FORM: tl.const
         base = tl.where(m_i == -float("inf"), 0.0, m_i)
         shrink = tl.exp2((before - base) * LOG2_E)
         p = tl.exp2((s - base[:, None]) * LOG2_E)
-        d = tile.products(g, w_n, FORM) * scores.call.keep_factor
+        d = tile.products(g, w_n, FORM) * scores.call.keep_factor  # (BLOCK, BLOCK)
         if FORM.DROPOUT:
             d = tl.where(kept(scores, offs_m[:, None], offs_n[None, :]), d, 0.0)
         l_i = l_i * shrink + tl.sum(p, 1)
@@ -79,7 +79,7 @@ def _guarded(delta, g, h, out, w, lse, scores, start_m, BLOCK: tl.constexpr, FOR
         shows = rounding > most
         if not FORM.PADDED:
             # Where a row's own weight is nearly all, out is its token.
-            own = tile.row_products(w_m, w_m) * scores.call.qk_scale
+            own = tile.row_products(w_m, w_m) * scores.call.qk_scale  # (BLOCK,)
             rest = tl.maximum(lse - (-own if FORM.NEGATIVE else own), 0.0) + tl.abs(lse) * 2.0**-23
             shows = shows & (2.0 * rest * rounding > most * (_BF16 if w_m[0].dtype == tl.bfloat16 else _FP16))
         if tl.max(shows.to(tl.int32), 0) > 0:
@@ -97,14 +97,14 @@ def delta_of_rows(
     else:
         offs_m = start_m + tl.arange(0, BLOCK)
         mask_m = offs_m < scores.length
-        o_m = tile.load(out, offs_m, mask_m, FORM)
+        o_m = tile.load(out, offs_m, mask_m, FORM)  # (BLOCK, HEAD_DIM)
         # Take the diagonal of a product as the main kernel's: where a weight is near 1, out is near w, g.w - delta
         # cancels, and a sum in another order would leave its rounding.
         s = tile.products(h, o_m, FORM)  # (BLOCK, BLOCK)
         own = tl.arange(0, BLOCK)
         delta = tl.sum(tl.where(own[:, None] == own[None, :], s, 0.0), 1)
         if DELTA == "guarded":
-            lse = tl.load(lse_ptr + offs_m, mask=mask_m, other=0.0)
+            lse = tl.load(lse_ptr + offs_m, mask=mask_m, other=0.0)  # (BLOCK,)
             delta = _guarded(delta, g, h, o_m, w, lse, scores, start_m, BLOCK, FORM)
         return delta
 
@@ -130,7 +130,7 @@ def _mssa_bwd_delta_kernel(
     mask_m = offs_m < head.length
     if DELTA == "threshold":
         scores = scores_of(head, seqlen, call, FORM)
-        w_m = tile.load(tokens_of(head, w), offs_m, mask_m, FORM)
+        w_m = tile.load(tokens_of(head, w), offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
         state = empty_state(BLOCK_M, FORM)
         _, m_i, l_i = walk_keys(state, w_m, tokens_of(head, w), scores, start_m, "statistics", BLOCK_M, FORM)
         tl.store(factor_ptr + head.row + offs_m, m_i, mask=mask_m)
@@ -146,6 +146,6 @@ def _mssa_bwd_delta_kernel(
         tl.store(delta_ptr + head.row + offs_m, delta, mask=mask_m)
     if lse_ptr is None:
         return
-    base = tl.load(lse_ptr + head.row + offs_m, mask=mask_m, other=0.0)
+    base = tl.load(lse_ptr + head.row + offs_m, mask=mask_m, other=0.0)  # (BLOCK_M,)
     tl.store(factor_ptr + head.row + offs_m, shared_factor(base), mask=mask_m)
     tl.store(extent_ptr + pid, tl.max(tl.abs(base), 0))

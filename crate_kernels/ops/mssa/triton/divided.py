@@ -34,7 +34,7 @@ def _shift_of_head(lse_ptr, length):
     high = -low
     for start in range(0, length, _CHUNK):
         offs = start + tl.arange(0, _CHUNK)
-        lse = tl.load(lse_ptr + offs, mask=offs < length, other=-float("inf")) * LOG2_E
+        lse = tl.load(lse_ptr + offs, mask=offs < length, other=-float("inf")) * LOG2_E  # (_CHUNK,)
         lse = tl.where(lse == lse, lse, float("inf"))  # a maximum passes over NaN
         low = tl.minimum(low, tl.where(lse == -float("inf"), float("inf"), lse))  # but rows without keys
         high = tl.maximum(high, lse)
@@ -67,7 +67,7 @@ def _mssa_bwd_divide_kernel(
     for start_m in range(first, tl.minimum(first + each * BLOCK_M, head.length), BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
         mask_m = offs_m < head.length
-        lse = tl.load(lse_ptr + offs_m, mask=mask_m, other=-float("inf"))
+        lse = tl.load(lse_ptr + offs_m, mask=mask_m, other=-float("inf"))  # (BLOCK_M,)
         lse = tl.where(lse == -float("inf"), float("inf"), lse)  # of a row without keys, whose weights are 0
         inverse = tl.where(shift == -float("inf"), 1.0, tl.exp2(shift - lse * LOG2_E))
         g_m = tile.load(g, offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)

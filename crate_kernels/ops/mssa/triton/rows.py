@@ -73,7 +73,7 @@ def attend_tiles(
         if MASKED:
             w_n = tile.load(w, offs_n, offs_n < scores.length, FORM)  # (BLOCK_N, HEAD_DIM)
         else:
-            w_n = tile.load_whole(w, offs_n, FORM)
+            w_n = tile.load_whole(w, offs_n, FORM)  # (BLOCK_N, HEAD_DIM)
         s = signed_products(w_m, w_n, FORM)  # (BLOCK_M, BLOCK_N)
         if PASS == "bounded":
             p = tl.exp2(s * (scores.call.qk_scale * LOG2_E) - m_i[:, None])

@@ -49,7 +49,7 @@ def _add_tiles(
             g_i = load_rows(inputs.g, offs_i, length, MASKED, FORM)
             delta_i = load_number(inputs.delta_ptr, offs_i, length, 0.0, MASKED)[None, :]
         if JOINT:
-            d = tile.products(own.w, g_i, FORM)
+            d = tile.products(own.w, g_i, FORM)  # (BLOCK_J, BLOCK_I)
         e = tl.exp2(s * to_log2 - shift)
         if MASKED:
             e = tl.where(key_i < length, e, 0.0)
@@ -57,7 +57,7 @@ def _add_tiles(
             e_i = tl.where(allowed(scores, key_i, key_j, FORM), e, 0.0) if CUT else e
             acc = tile.add_product(acc, dropped(e_i, scores, key_i, key_j, FORM).to(w_i[0].dtype), g_i, FORM)
         if JOINT:
-            a = e * (tile.add_products(d, own.g, w_i, FORM) - own.delta[:, None] - delta_i)
+            a = e * (tile.add_products(d, own.g, w_i, FORM) - own.delta[:, None] - delta_i)  # (BLOCK_J, BLOCK_I)
         else:
             a = tl.zeros_like(s)
             if KEY:

@@ -96,9 +96,9 @@ def load_block(
     """Load the rows [start_j, start_j + BLOCK_J), whose places are ``offset`` more."""
     # Beyond the end the last row again: zeros would be keys whose weights can overflow.
     offs = tl.minimum(start_j + tl.arange(0, BLOCK_J), length - 1)
-    w = tile.load(inputs.w, offs, offs >= 0, FORM)
+    w = tile.load(inputs.w, offs, offs >= 0, FORM)  # (BLOCK_J, HEAD_DIM), as is g
     g = tile.load(inputs.g, offs, offs >= 0, FORM) if TERMS.PRODUCTS else w
-    lse, delta, dlse = _load_numbers(inputs, offs, length, True, False, TERMS)
+    lse, delta, dlse = _load_numbers(inputs, offs, length, True, False, TERMS)  # (BLOCK_J,) each
     return OwnRows(scores=scores, offs=offs + offset, w=w, g=g, lse=lse, delta=delta, dlse=dlse)
 
 

@@ -81,7 +81,7 @@ def _tssa_causal_fwd_kernel(
     if state.lengths_ptr is not None:
         position = tl.maximum(tl.load(state.lengths_ptr + index), 0)
         before_keys += position
-    temp = tile.load_heads(temp_ptr, DIMS)
+    temp = tile.load_heads(temp_ptr, DIMS)  # (BLOCK_H,)
     # Running sums are carried in the scale in which their reciprocals are taken. Those of a chunk alone begin with 0.
     if MEMBERS:
         if state.lengths_ptr is not None:
@@ -95,7 +95,7 @@ def _tssa_causal_fwd_kernel(
 
     for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         rows = n + tl.arange(0, BLOCK_N)
-        w = tile.load_apart(w_at, n, last, BLOCK_N, DIMS)
+        w = tile.load_apart(w_at, n, last, BLOCK_N, DIMS)  # (BLOCK_N, BLOCK_H, BLOCK_D)
         keep = tile.kept(mask_ptr, rows, last, masking.stride_ms)
         squares = w * w
         counted = tile.counted(squares, keep, mask_ptr)
@@ -117,7 +117,7 @@ def _tssa_causal_fwd_kernel(
                 members = tl.where(seen, members, 0.0)
             tile.store_rows(membership_at, members, rows, rows < last, DIMS)
         elif OUTPUT:
-            members = tile.load_rows(membership_at, rows, last, DIMS)
+            members = tile.load_rows(membership_at, rows, last, DIMS)  # (BLOCK_N, BLOCK_H)
         else:
             energy += tl.sum(counted, 0)
         keys += tl.sum(keep, 0)

@@ -131,13 +131,13 @@ def _tssa_causal_bwd_kernel(
             if n > first and (n - first) % MARK == 0:
                 store_mark(sums.marks_ptr, first_mark + (n - first) // MARK, (moment, mass, energy), DIMS)
             rows = n + tl.arange(0, BLOCK_N)
-            w = tile.load_apart(w_at, n, last, BLOCK_N, DIMS)
-            g = tile.load_apart(dout_at, n, last, BLOCK_N, DIMS)
+            w = tile.load_apart(w_at, n, last, BLOCK_N, DIMS)  # (BLOCK_N, BLOCK_H, BLOCK_D)
+            g = tile.load_apart(dout_at, n, last, BLOCK_N, DIMS)  # (BLOCK_N, BLOCK_H, BLOCK_D)
             if masking.seed_ptr is not None:
                 g = tile.dropped(
                     g, masking.seed_ptr, drop_last, masking.inverse_keep, index * ngroups + group, rows, DIMS
                 )
-            members = tile.load_rows(membership_at, rows, last, DIMS)
+            members = tile.load_rows(membership_at, rows, last, DIMS)  # (BLOCK_N, BLOCK_H)
             keep = tile.kept(mask_ptr, rows, last, masking.stride_ms)
             weights = tile.counted(members, keep, mask_ptr)
             _gate, _product, slope, dmasses, moment, mass = through_moment(w, g, members, weights, moment, mass, DIMS)
@@ -150,8 +150,8 @@ def _tssa_causal_bwd_kernel(
         before_energy, _ = before_chunk(sums.energies_ptr, pid, chunk, ngroups, DIMS)
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
-            w = tile.load_apart(w_at, n, last, BLOCK_N, DIMS)
-            dlogit = tile.load_rows(dlogit_at, rows, last, DIMS)
+            w = tile.load_apart(w_at, n, last, BLOCK_N, DIMS)  # (BLOCK_N, BLOCK_H, BLOCK_D)
+            dlogit = tile.load_rows(dlogit_at, rows, last, DIMS)  # (BLOCK_N, BLOCK_H)
             squares = w * w
             counted = tile.counted(squares * tile.SHIFT, tile.kept(mask_ptr, rows, last, masking.stride_ms), mask_ptr)
             running = earlier_sums(tl.where(n == first, before_energy, energy), counted) + counted
@@ -197,13 +197,13 @@ def _tssa_causal_bwd_kernel(
             for back in tl.range(0, ntiles):
                 n = begin + (ntiles - 1 - back) * BLOCK_N
                 rows = n + tl.arange(0, BLOCK_N)
-                w = tile.load_apart(w_at, n, last, BLOCK_N, DIMS)
-                g = tile.load_apart(dout_at, n, last, BLOCK_N, DIMS)
+                w = tile.load_apart(w_at, n, last, BLOCK_N, DIMS)  # (BLOCK_N, BLOCK_H, BLOCK_D)
+                g = tile.load_apart(dout_at, n, last, BLOCK_N, DIMS)  # (BLOCK_N, BLOCK_H, BLOCK_D)
                 if masking.seed_ptr is not None:
                     g = tile.dropped(
                         g, masking.seed_ptr, drop_last, masking.inverse_keep, index * ngroups + group, rows, DIMS
                     )
-                members = tile.load_rows(membership_at, rows, last, DIMS)
+                members = tile.load_rows(membership_at, rows, last, DIMS)  # (BLOCK_N, BLOCK_H)
                 keep = tile.kept(mask_ptr, rows, last, masking.stride_ms)
                 weights = tile.counted(members, keep, mask_ptr)
                 moment, mass, energy = add_tokens(
@@ -222,7 +222,7 @@ def _tssa_causal_bwd_kernel(
                 else:
                     # One number per element goes from here to the other half: registers are what limits this loop.
                     dw = w * ((2.0 * weights)[:, :, None] * dmoments) - gate * members[:, :, None]
-                    per_logit = tile.load_rows(dlogit_at, rows, last, DIMS) * tile.SHIFT
+                    per_logit = tile.load_rows(dlogit_at, rows, last, DIMS) * tile.SHIFT  # (BLOCK_N, BLOCK_H)
                     counted = tile.counted(squares * tile.SHIFT, keep, mask_ptr)
                     earlier = earlier_sums(energy, counted)
                     running = earlier + counted
@@ -261,7 +261,7 @@ def _tssa_causal_softmax_bwd_kernel(
     rows = (tl.program_id(0) % nblocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows_at = (tl.program_id(0) // nblocks).to(tl.int64) * stride_pb
     dlogit_at = TokenNumbers(dlogit_ptr + rows_at, stride_ph)
-    dmembers = tile.load_rows(dlogit_at, rows, seqlen, DIMS)
+    dmembers = tile.load_rows(dlogit_at, rows, seqlen, DIMS)  # (BLOCK_N, BLOCK_H)
     if dmembership_ptr is not None:
         dmembers += tile.load_rows(TokenNumbers(dmembership_ptr + rows_at, stride_ph), rows, seqlen, DIMS)
     members = tile.load_rows(TokenNumbers(membership_ptr + rows_at, stride_ph), rows, seqlen, DIMS)

@@ -85,7 +85,7 @@ def _tssa_fwd_kernel(
         kept_tokens = tl.zeros((BLOCK_N,), tl.float32)
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
-            w = tile.load_tokens(w_at, rows, last, DIMS)
+            w = tile.load_tokens(w_at, rows, last, DIMS)  # (BLOCK_N, BLOCK_H, BLOCK_D)
             keep = tile.kept(mask_ptr, rows, last, masking.stride_ms)
             acc += tile.counted(w * w, keep, mask_ptr)
             kept_tokens += keep
@@ -96,17 +96,17 @@ def _tssa_fwd_kernel(
 
     if MEMBERS:
         if not ENERGY:
-            energy, keys = tile.load_sums(sums.first_ptr, index, DIMS)
+            energy, keys = tile.load_sums(sums.first_ptr, index, DIMS)  # (BLOCK_H, BLOCK_D), (BLOCK_H,)
         energy = tile.floored(energy, tile.FULL_FLOOR)
         if chunk == 0:
             tile.store_channels(energy_ptr + index64 * (DIMS.NHEADS * DIMS.HEAD_DIM), energy, DIMS)
         inverse, rest = quotients.inverse_of(energy, DIMS)
-        temp = tile.load_heads(temp_ptr, DIMS)
+        temp = tile.load_heads(temp_ptr, DIMS)  # (BLOCK_H,)
         acc = tl.zeros((BLOCK_N, BLOCK_H, BLOCK_D), tl.float32)
         masses = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
-            w = tile.load_tokens(w_at, rows, last, DIMS)
+            w = tile.load_tokens(w_at, rows, last, DIMS)  # (BLOCK_N, BLOCK_H, BLOCK_D)
             squares = w * w
             ratio = quotients.ratio_of(squares, inverse[None, :, :], rest[None, :, :], DIMS)
             similarity = tile.sum_over_channels(ratio, DIMS)
@@ -125,7 +125,7 @@ def _tssa_fwd_kernel(
 
     if OUTPUT:
         if not MEMBERS:
-            moment, mass = tile.load_sums(sums.second_ptr, index, DIMS)
+            moment, mass = tile.load_sums(sums.second_ptr, index, DIMS)  # (BLOCK_H, BLOCK_D), (BLOCK_H,)
         moment = moment / (mass + tile.MASS_FLOOR)[:, None]
         if chunk == 0:
             tile.store_channels(moment_ptr + index64 * (DIMS.NHEADS * DIMS.HEAD_DIM), moment, DIMS)
@@ -135,8 +135,8 @@ def _tssa_fwd_kernel(
             tl.debug_barrier()
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
-            w = tile.load_tokens(w_at, rows, last, DIMS)
-            members = tile.load_rows(membership_at, rows, last, DIMS)
+            w = tile.load_tokens(w_at, rows, last, DIMS)  # (BLOCK_N, BLOCK_H, BLOCK_D)
+            members = tile.load_rows(membership_at, rows, last, DIMS)  # (BLOCK_N, BLOCK_H)
             tile.store_tokens(out_at, -w * members[:, :, None] * gate[None, :, :], rows, rows < last, DIMS)
         if PACKED and chunk == 0:
             out_at = tile.tokens_at(out_tokens, 0, 0)

@@ -63,7 +63,7 @@ def _tssa_bwd_kernel(
     scale = 1.0 / tl.minimum(tl.max(energy, 1), 1.0)
     if DIMS.WIDE:
         scale = tl.full((BLOCK_H,), 1.0, tl.float32)
-    moment = tile.load_channels(moment_ptr + index64 * (DIMS.NHEADS * DIMS.HEAD_DIM), DIMS)
+    moment = tile.load_channels(moment_ptr + index64 * (DIMS.NHEADS * DIMS.HEAD_DIM), DIMS)  # (BLOCK_H, BLOCK_D)
     gate = channel_gate(moment, masking.seed_ptr, drop_last, masking.inverse_keep, index, DIMS)
 
     if DGATE:
@@ -72,7 +72,7 @@ def _tssa_bwd_kernel(
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
             product = tile.load_tokens(dout_at, rows, last, DIMS) * tile.load_tokens(w_at, rows, last, DIMS)
-            members = tile.load_rows(membership_at, rows, last, DIMS)
+            members = tile.load_rows(membership_at, rows, last, DIMS)  # (BLOCK_N, BLOCK_H)
             tile.store_rows(dgate_at, tl.sum(product * gate[None, :, :], 2), rows, rows < last, DIMS)
             acc += product * members[:, :, None]
             masses += tile.counted(members, tile.kept(mask_ptr, rows, last, masking.stride_ms), mask_ptr)
@@ -80,7 +80,7 @@ def _tssa_bwd_kernel(
         if not DLOGIT:
             tile.store_sums(sums.parts_ptr, pid, by_channel, mass, DIMS)
     if not DGATE:
-        by_channel, mass = tile.load_sums(sums.first_ptr, index, DIMS)
+        by_channel, mass = tile.load_sums(sums.first_ptr, index, DIMS)  # (BLOCK_H, BLOCK_D), (BLOCK_H,)
 
     if DLOGIT or DW:
         dmoment = by_channel * gate / (1.0 + moment) / (mass + tile.MASS_FLOOR)[:, None]
@@ -92,7 +92,7 @@ def _tssa_bwd_kernel(
         acc = tl.zeros((BLOCK_N, BLOCK_H, BLOCK_D), tl.float32)
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
-            w = tile.load_tokens(w_at, rows, last, DIMS)
+            w = tile.load_tokens(w_at, rows, last, DIMS)  # (BLOCK_N, BLOCK_H, BLOCK_D)
             squares = w * w
             shared = tl.sum(squares * dmoment[None, :, :], 2) + dmass[None, :]
             dmembers = tile.counted(shared, tile.kept(mask_ptr, rows, last, masking.stride_ms), mask_ptr)
@@ -110,7 +110,7 @@ def _tssa_bwd_kernel(
 
     if DW:
         if not DLOGIT:
-            denergy, _ = tile.load_sums(sums.second_ptr, index, DIMS)
+            denergy, _ = tile.load_sums(sums.second_ptr, index, DIMS)  # (BLOCK_H, BLOCK_D), (BLOCK_H,)
         else:
             tl.debug_barrier()
         similarity = denergy
@@ -126,8 +126,8 @@ def _tssa_bwd_kernel(
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
             w, g = tile.load_tokens(w_at, rows, last, DIMS), tile.load_tokens(dout_at, rows, last, DIMS)
-            members = tile.load_rows(membership_at, rows, last, DIMS)
-            dlogit = tile.load_rows(dlogit_at, rows, last, DIMS)
+            members = tile.load_rows(membership_at, rows, last, DIMS)  # (BLOCK_N, BLOCK_H)
+            dlogit = tile.load_rows(dlogit_at, rows, last, DIMS)  # (BLOCK_N, BLOCK_H)
             keep = tile.kept(mask_ptr, rows, last, masking.stride_ms)
             slope = (2.0 * tile.counted(members, keep, mask_ptr))[:, :, None] * dmoment[None, :, :]
             mean = tile.counted(tl.broadcast_to(similarity[None, :, :], w.shape), keep, mask_ptr)

@@ -54,7 +54,7 @@ def later_sums(after, x):
 @triton.jit
 def before_chunk(ptr, pid, chunk, ngroups, DIMS: tl.constexpr):
     """Return the sums over the chunks before ``chunk``, of which ``ptr`` has those up to each one, by ``ngroups``."""
-    by_channel, by_head = tile.load_sums(ptr, pid - (chunk > 0) * ngroups, DIMS)
+    by_channel, by_head = tile.load_sums(ptr, pid - (chunk > 0) * ngroups, DIMS)  # (BLOCK_H, BLOCK_D), (BLOCK_H,)
     return tl.where(chunk > 0, by_channel, 0.0), tl.where(chunk > 0, by_head, 0.0)
 
 
@@ -70,15 +70,15 @@ def all_before_chunk(totals_ptr, energies_ptr, pid, chunk, ngroups, DIMS: tl.con
 def after_chunk(ptr, pid, chunk, nchunks, ngroups, DIMS: tl.constexpr):
     """Return the sums over the chunks after ``chunk``, of which ``ptr`` has those from each one on, by ``ngroups``."""
     there = chunk + 1 < nchunks
-    by_channel, by_head = tile.load_sums(ptr, pid + there * ngroups, DIMS)
+    by_channel, by_head = tile.load_sums(ptr, pid + there * ngroups, DIMS)  # (BLOCK_H, BLOCK_D), (BLOCK_H,)
     return tl.where(there, by_channel, 0.0), tl.where(there, by_head, 0.0)
 
 
 @triton.jit
 def load_mark(ptr, number, DIMS: tl.constexpr):
     """Load the sums of Pi w^2, of Pi and of w^2 up to a mark."""
-    moment, mass = tile.load_sums(ptr, 2 * number, DIMS)
-    energy, _ = tile.load_sums(ptr, 2 * number + 1, DIMS)
+    moment, mass = tile.load_sums(ptr, 2 * number, DIMS)  # (BLOCK_H, BLOCK_D), (BLOCK_H,)
+    energy, _ = tile.load_sums(ptr, 2 * number + 1, DIMS)  # (BLOCK_H, BLOCK_D), (BLOCK_H,)
     return moment, mass, energy
 
 
@@ -107,9 +107,9 @@ def add_tokens(
     moment, mass, energy = sums
     for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         rows = n + tl.arange(0, BLOCK_N)
-        w = tile.load_apart(w_at, n, last, BLOCK_N, DIMS)
+        w = tile.load_apart(w_at, n, last, BLOCK_N, DIMS)  # (BLOCK_N, BLOCK_H, BLOCK_D)
         keep = tile.kept(mask_ptr, rows, last, stride_ms)
-        weights = tile.counted(tile.load_rows(membership_at, rows, last, DIMS), keep, mask_ptr)
+        weights = tile.counted(tile.load_rows(membership_at, rows, last, DIMS), keep, mask_ptr)  # (BLOCK_N, BLOCK_H)
         squares = w * w
         moment += tl.sum(squares * (weights * tile.SHIFT)[:, :, None], 0)
         mass += tl.sum(weights, 0)

@@ -51,15 +51,15 @@ def test_models_in_turn_are_checked_and_timed_as_often(direction, monkeypatch):
     network = networks.Network("crate_lm_base", "tokens", 1, None, seqlen=8)
     small = functools.partial(models.create, n_layer=1, n_embd=48, n_head=2, block_size=16)
     monkeypatch.setattr(networks.models, "create", small)
-    found = networks.blank_in_turn(network, "fp32", direction)
-    networks.measure_in_turn(found, network, CPU, 0.0)
+    found = networks.blank_interleaved(network, "fp32", direction)
+    networks.measure_interleaved(found, network, CPU, 0.0)
     assert {row.provider for row in found} == {"eager", "compile", "composite", "default", "default-compiled"}
     assert len(compiled) == 2
     assert [len(row.seconds) for row in found] == [5] * len(found)
     assert all(0 < row.share <= 1 and row.amount == 8 for row in found)
 
 
-def test_wrong_provider_gets_no_time_in_turn():
+def test_wrong_provider_gets_no_time_interleaved():
     wrong = interleaved.Provider("wrong", lambda case: lambda w, temp: w)
     rows = [interleaved.blank(CASE, "fp32", "forward", name) for name in ("eager", "wrong")]
     interleaved.measure(rows, CASE, [FAST[0], wrong], CPU, 0.0)
@@ -76,7 +76,7 @@ INFERENCE = {  # device types without a backward pass, direction, whether a CPU 
 
 
 @pytest.mark.parametrize(("without", "direction", "timed"), INFERENCE.values(), ids=INFERENCE)
-def test_a_provider_without_a_backward_pass_is_timed_forward_alone_in_turn(without, direction, timed, monkeypatch):
+def test_a_provider_without_a_backward_pass_is_timed_forward_alone_interleaved(without, direction, timed, monkeypatch):
     monkeypatch.setattr(interleaved, "_BETWEEN", 64)
     rows = [interleaved.blank(CASE, "fp32", direction, name) for name in ("eager", "limited")]
     limited = interleaved.Provider("limited", FAST[0].make, inference_only=without)
@@ -183,15 +183,15 @@ def test_models_are_compiled_as_their_provider_says(provider, options, monkeypat
     assert graphed == ("CUDA graphs are for GPUs" if "graphed" in provider else None)
 
 
-def test_table_of_models_in_turn():
+def test_table_of_models_interleaved():
     found = model_rows("eager", "compile", "default-compiled", "default")
     for row in found:
         row.bench = "interleaved"
-    line = tables._models_in_turn(Results(MACHINE, found)).splitlines()[-1]
+    line = tables._models_interleaved(Results(MACHINE, found)).splitlines()[-1]
     assert line == "| crate_small | fp32 | 1000 / 1000 | 2.00 / 2.00 | 3.00 / 3.00 | - / - | 2.00 / 2.00 |"
 
 
-def test_columns_of_calls_in_turn():
+def test_columns_of_calls_interleaved():
     found = []
     for bench, ours in (("tssa", 1.0), ("interleaved", 2.0)):
         for provider, seconds in (("default", ours), ("eager", 6.0)):
