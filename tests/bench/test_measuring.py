@@ -321,3 +321,14 @@ def test_what_has_no_cache_or_tiny_call_says_so(monkeypatch):
         "decode", "2x3x16-cached-20", "tokens", 2.0, [2, 3, 20, 16]
     )  # fmt: skip
     assert (row.bytes or 0) * 2 == decoding.blank(step, "fp32", "eager").bytes
+
+
+@pytest.mark.parametrize(("kind", "resident"), [("cpu", 7), ("cuda", None)])
+def test_resident_memory_is_measured_on_a_cpu(kind, resident, monkeypatch):
+    monkeypatch.setattr(measuring.memory, "peak_bytes", lambda call, device: 5)
+    monkeypatch.setattr(measuring.memory, "resident_bytes", lambda call: 7)
+    monkeypatch.setattr(measuring.clock, "loop_seconds", lambda *_: [])
+    monkeypatch.setattr(measuring.clock, "device_seconds", lambda *_: None)
+    row = blank(SMALL["mssa"], "eager")
+    measuring.record_times(row, lambda: None, tuple, torch.device(kind), lambda *_: [1.0])
+    assert (row.seconds, row.peak_bytes, row.resident_bytes) == ([1.0], 5, resident)

@@ -92,7 +92,9 @@ def test_what_describes_a_machine(monkeypatch):
     assert rows.installed("no-such-package") is None
     assert rows.installed("pytest") == pytest.__version__
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU of {device}")
-    assert rows.device_name(torch.device("cuda", 1)) == "GPU of cuda:1"
+    gpu = torch.device("cuda", 1)
+    assert rows.device_name(gpu) == "GPU of cuda:1"
+    assert rows.machine(gpu, [])["gpu"] is True
 
 
 @pytest.mark.parametrize(("changed", "commit"), [(0, "abc123"), (1, "abc123+")], ids=["clean", "changed"])
