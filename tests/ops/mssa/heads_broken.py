@@ -8,6 +8,11 @@ _WAIT_A = "    wgmma_wait<0>();\n    pin(t);\n"
 _START = "    float (&s)[COLUMNS / 2] = sums.s, (&t)[COLUMNS / 2] = sums.t;\n    wgmma_fence();\n"
 _OFFSET = "    return (call.cu_seqlens != nullptr ? start * rows.row : sequence * rows.batch)"
 
+# Below csrc.
+HEAD_FILES = ("mssa/cuda/head*", "mssa/cuda/hopper_tile", "mssa/cuda/scaled_row")
+LONG_FORWARD_FILES = ("mssa/cuda/long_forward", "mssa/cuda/long_rows")
+LONG_BACKWARD_FILES = ("mssa/cuda/long_[bdgs]*", "mssa/cuda/scaled_row")
+
 # Of csrc/mssa/cuda/head_gradient.cuh and head_backward.cuh.
 BROKEN = {
     "no-fence-behind-g": (f"      {_FENCE}      barrier_sync(", "      barrier_sync(", "197-tokens"),

@@ -7,7 +7,7 @@ _SUMMED = "      this->template wait_for_sums<1>();\n      stages.release(n - 1)
 _OWN = "    barrier_sync(LongPairs<S>::kOwn + at.group, 128);\n"
 _FIRST = "    wgmma_wait<0>();\n    pin(s);\n    this->template start_products"
 
-# Of csrc/mssa/cuda/long_pairs.cuh, long_rows.cuh and long_scale.cuh.
+FILES = ("mssa/cuda/long_[prs]*",)  # below csrc
 BROKEN = {
     "no-fence-behind-weights": ("    }\n    fence_async_shared();\n  }\n", "    }\n  }\n", "257-tokens"),
     "no-barrier-behind-weights": (_STORED, "", "257-tokens"),

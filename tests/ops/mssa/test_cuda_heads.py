@@ -6,7 +6,7 @@ import torch
 from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.cuda import heads
 from tests.ops.mssa.heads import CASES, FORWARD_CASES, Heads, often, often_both_ways
-from tests.ops.mssa.heads_broken import BROKEN, BROKEN_FORWARD
+from tests.ops.mssa.heads_broken import BROKEN, BROKEN_FORWARD, HEAD_FILES
 
 HOPPER = {"capability": 90, "shared_limit": 227 * 1024, "multiprocessors": 1}  # a block has several heads
 EARLY = ["one-block", "causal-packed"]
@@ -244,6 +244,6 @@ def in_every_order(device, check, case, kind=Heads):
 def test_a_broken_kernel_is_found(check, change, broken, device):
     """The emulator stops it, or its numbers are wrong, in one order of threads and products or the other."""
     before, after, case = change
-    broken("mssa/cuda", before, after, ("head*", "hopper_tile", "scaled_row"))
+    broken(HEAD_FILES, before, after)
     with pytest.raises((RuntimeError, AssertionError), match=r"emulator: |Measurement|any\(|not close"):
         in_every_order(device, check, case)

@@ -6,7 +6,7 @@ import torch
 from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.cuda import long_rows
 from tests.ops.mssa.heads import CAUSAL, LONG_CASES, LongRows, often, often_both_ways
-from tests.ops.mssa.heads_broken import BROKEN_LONG_FORWARD
+from tests.ops.mssa.heads_broken import BROKEN_LONG_FORWARD, LONG_FORWARD_FILES
 from tests.ops.mssa.test_cuda_heads import (
     DTYPES,
     HOPPER,
@@ -123,6 +123,6 @@ def test_other_calls_are_left_to_other_kernels(change, device):
 def test_a_broken_kernel_is_found(change, broken, device):
     """The emulator stops it, or its numbers are wrong, in one order of threads and products or the other."""
     before, after, case = change
-    broken("mssa/cuda", before, after, ("long_forward", "long_rows"))
+    broken(LONG_FORWARD_FILES, before, after)
     with pytest.raises((RuntimeError, AssertionError), match=r"emulator: |Measurement|any\(|not close"):
         in_every_order(device, run_and_check_forward, case, LongRows)

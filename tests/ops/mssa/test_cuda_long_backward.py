@@ -6,7 +6,7 @@ import torch
 from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.cuda import long_rows
 from tests.ops.mssa.heads import CAUSAL, LONG_CASES, LongRows, often, often_both_ways
-from tests.ops.mssa.heads_broken import BROKEN_LONG_BACKWARD
+from tests.ops.mssa.heads_broken import BROKEN_LONG_BACKWARD, LONG_BACKWARD_FILES
 from tests.ops.mssa.test_cuda_heads import (
     DTYPES,
     HOPPER,
@@ -102,6 +102,6 @@ def test_blocks_fit():
 def test_a_broken_kernel_is_found(change, broken, device):
     """The emulator stops it, or its numbers are wrong, in one order of threads and products or the other."""
     before, after, case = change
-    broken("mssa/cuda", before, after, ("long_[bdgs]*", "scaled_row"))
+    broken(LONG_BACKWARD_FILES, before, after)
     with pytest.raises((RuntimeError, AssertionError), match=r"emulator: |Measurement|any\(|not close"):
         in_every_order(device, run_and_check, case, LongRows)

@@ -12,7 +12,7 @@ from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.cuda import long_pairs, long_rows
 from tests.ops import test_uncovered
 from tests.ops.mssa.heads import LONG_CASES, LongPairs, often_both_ways
-from tests.ops.mssa.pairs_broken import BROKEN
+from tests.ops.mssa.pairs_broken import BROKEN, FILES
 from tests.ops.mssa.test_cuda_heads import DTYPES, HOPPER, SPREADS, in_every_order, large, ones, run_and_check
 from tests.ops.mssa.test_cuda_heads_taken import both_ways, hopper  # noqa: F401  # a fixture
 from tests.ops.mssa.test_cuda_long_taken import FORWARD, taking
@@ -180,6 +180,6 @@ def test_blocks_fit():
 def test_a_broken_kernel_is_found(change, broken, device):
     """The emulator stops it, or its numbers are wrong, in one order of threads and products or the other."""
     before, after, case = change
-    broken("mssa/cuda", before, after, ("long_[prs]*",))
+    broken(FILES, before, after)
     with pytest.raises((RuntimeError, AssertionError), match=r"emulator: |Measurement|any\(|not close"):
         in_every_order(device, run_and_check, case, LongPairs)

@@ -3,7 +3,7 @@
 _SUMS = "    __syncthreads();\n    add_groups<S, S::kSums>(scratch, {0});\n    meet<S>({0}, meeting);\n"
 _SECOND, _FIRST = _SUMS.format("second"), _SUMS.format("first")
 
-# Of csrc/tssa/cuda/persistent.cuh, persistent_forward.cuh and persistent_backward.cuh.
+FILES = ("tssa/cuda/persistent*",)  # below csrc
 BROKEN = {
     "no-barrier-behind-a-sequence": ("    __syncthreads();  // now the buffer may be filled again\n", "", "196-tokens"),
     "one-buffer": ("fetch(index + stride, 1 - buffer);", "fetch(index + stride, buffer);", "196-tokens"),

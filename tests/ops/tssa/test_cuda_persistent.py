@@ -14,7 +14,7 @@ from crate_kernels.ops.tssa.call import TSSACall
 from tests.ops.common import outputs_and_gradients, randn
 from tests.ops.tssa.cuda import call, temps, tokens
 from tests.ops.tssa.persistent import AHEAD, CASES, MORE, MOST_SHARED, PAIRS, TWICE, Persistent, config, taking
-from tests.ops.tssa.persistent_broken import BROKEN
+from tests.ops.tssa.persistent_broken import BROKEN, FILES
 
 FORWARD, BACKWARD = "tssa_full_fwd_persistent_kernel", "tssa_full_bwd_persistent_kernel"
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -228,7 +228,7 @@ def in_every_order(name, backend, hopper):
 def test_a_broken_kernel_is_found(change, broken, backend, hopper):
     """The emulator stops it, or its numbers are wrong, in one order of threads or the other."""
     before, after, name = BROKEN[change]
-    broken("tssa/cuda", before, after, ("persistent*",))
+    broken(FILES, before, after)
     with pytest.raises((RuntimeError, AssertionError), match=r"emulator: |Measurement|result . of"):
         in_every_order(name, backend, hopper)
 

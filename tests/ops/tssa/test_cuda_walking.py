@@ -14,7 +14,7 @@ from tests.ops.common import outputs_and_gradients, randn
 from tests.ops.tssa.cuda import bias, call, temps, tokens
 from tests.ops.tssa.persistent import MOST_SHARED
 from tests.ops.tssa.walking import CASES, MORE, PAIRS, Walking, config, taking
-from tests.ops.tssa.walking_broken import BROKEN
+from tests.ops.tssa.walking_broken import BROKEN, FILES
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def in_every_order(name, backend, hopper):
 def test_a_broken_kernel_is_found(change, broken, backend, hopper):
     """The emulator stops it, or its numbers are wrong, in one order of threads or the other."""
     before, after, name = BROKEN[change]
-    broken("tssa/cuda", before, after, ("walking*",))
+    broken(FILES, before, after)
     with pytest.raises((RuntimeError, AssertionError), match=r"emulator: |Measurement|result . of"):
         in_every_order(name, backend, hopper)
 

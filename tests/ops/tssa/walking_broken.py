@@ -3,7 +3,9 @@
 _SUMS = "    __syncthreads();\n    add_groups<S, S::k{0}>(scratch, {1});\n    cluster_sync();\n"
 _FIRST, _SECOND = _SUMS.format("Width", "first"), _SUMS.format("Sums", "second")
 
-# Of csrc/tssa/cuda/walking.cuh and walking_forward.cuh.
+FILES = ("tssa/cuda/walking*",)  # below csrc
+
+# Of walking.cuh and walking_forward.cuh.
 BROKEN = {
     "no-barrier-behind-a-step": ("    __syncthreads();  // now the buffer may be filled again\n", "", "three-steps"),
     "one-buffer": ("fetch(ahead, 1 - buffer);", "fetch(ahead, buffer);", "three-steps"),

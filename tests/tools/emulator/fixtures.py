@@ -46,17 +46,22 @@ def device(library):
     change()
 
 
+def file_with(text, files, root=ROOT):
+    """Return the one file with a text, of patterns below csrc."""
+    found = [path for name in files for path in (root / "csrc").glob(f"{name}.cuh") if text in path.read_text()]
+    assert len(found) == 1, f"{len(found)} files have {text!r}"
+    return found[0]
+
+
 @pytest.fixture
 def broken(tmp_path, monkeypatch, device):
-    """Return a function that changes one place of files of a folder, which kernels are compiled from then on."""
+    """Return a function that changes one place of files below csrc, which kernels are compiled from then on."""
 
-    def change(folder, before, after, names=("*",)):
+    def change(files, before, after):
         for part in ("csrc", "tests/tools/emulator"):
             shutil.copytree(ROOT / part, tmp_path / part)
-        paths = [path for name in names for path in (tmp_path / "csrc" / folder).glob(f"{name}.cuh")]
-        found = [path for path in paths if before in path.read_text()]
-        assert len(found) == 1
-        found[0].write_text(found[0].read_text().replace(before, after, 1))
+        path = file_with(before, files, tmp_path)
+        path.write_text(path.read_text().replace(before, after, 1))
         monkeypatch.setattr(libraries, "source_folder", lambda: tmp_path / "csrc")
 
     def forget():
