@@ -108,3 +108,12 @@ def test_an_input_changed_in_place(form, backend, device, which, compiled):
         torch.testing.assert_close(actual, gradient(lambda w: outputs(form, w, backend)[which], w))
     else:
         assert "changed in place" in actual or "modified" in actual
+
+
+@pytest.mark.parametrize(("form", "backend", "device", "which"), [p for p in OUTPUTS if p.values[3] == 0])
+def test_a_second_backward_is_refused_as_by_pytorch(form, backend, device, which):
+    w = randn(2, 3, 5, 8, dtype=torch.float32, device=device).requires_grad_()
+    loss = outputs(form, w, backend)[which].sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()

@@ -41,6 +41,20 @@ def test_a_pass_takes_as_many_launches_as_its_form(causal, way, seqlen, forward,
     assert {*launched} <= {*cuda.kernels()}
 
 
+@pytest.mark.usefixtures("unrepeated")
+def test_a_causal_backward_in_chunks_asks_for_no_more_shared_memory_than_it_uses(backend, device, monkeypatch):
+    going(device, "block")
+    w, shapes, run = tokens(2, 3, 85, 32).requires_grad_(), {}, launch.run
+    monkeypatch.setattr(
+        launch, "run", lambda kernel, shape, *rest: shapes.update({kernel.name: shape}) or run(kernel, shape, *rest)
+    )
+    out, _ = call(True, backend)(w, temps(3))
+    shapes.clear()
+    out.backward(tokens(2, 3, 85, 32, seed=1))
+    (asked,) = {shape.shared_bytes for name, shape in shapes.items() if "dmoment" in name}
+    assert asked == 4 * 3 * 32 // 4  # a float for each vector of 4 channels
+
+
 @pytest.mark.parametrize(("causal", "way", "seqlen"), [case[:3] for case in LAUNCHES.values()], ids=LAUNCHES)
 def test_a_later_call_is_a_plan(causal, way, seqlen, backend, device, repeated_calls):
     going(device, way)
