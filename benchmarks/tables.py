@@ -296,8 +296,12 @@ def _all_goals(results: Results) -> str:
     every = list(goals.lines(results))
     measured = [line for line in every if line[3]]
     table = cells.markdown(["goal", "dtype", "target", "measured", "met", "why not"], measured) if measured else ""
-    left = "; ".join(f"{what} ({target})" for what, _, target, found, *_ in every if not found)
-    return table + (f"{chr(10) if table else ''}Not measured: {left}.\n" if left else "")
+    left: dict[str, list[str]] = {}
+    for what, _, target, found, *_ in every:
+        if not found:
+            left.setdefault(what, []).append(target)
+    lines = "".join(f"- {what}: {', '.join(targets)}\n" for what, targets in left.items())
+    return table + (f"{chr(10) if table else ''}Not measured:\n\n{lines}" if lines else "")
 
 
 _GPU_MISSING = "No GPU has run these benchmarks yet, so there is no figure of one here.\n"

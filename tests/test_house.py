@@ -197,3 +197,12 @@ def test_every_file_that_is_named_exists(folder):
         if not (ROOT / found).exists()
     }
     assert missing == set()
+
+
+def test_no_file_has_marks_of_a_conflict():
+    folders = [ROOT / name for name in ("benchmarks", "crate_kernels", "csrc", "docs", "examples", "tests")]
+    paths = [
+        path for folder in folders for path in folder.rglob("*") if path.suffix in (".cpp", ".cuh", ".h", ".md", ".py")
+    ]
+    assert len(paths) > 500
+    assert [path for path in paths if re.search("^(<{7}|>{7}) ", path.read_text(), re.MULTILINE)] == []
