@@ -257,7 +257,7 @@ WRONG = {
     "bool": (1, "a bool"),
     "str": (7, "a string"),
     "str | None": (7, "None or a string"),
-    "vision.Size": (8.0, "an int"),
+    "vision.Size": (8.0, r"an int or \(height, width\)"),
 }
 # A value out of the range of each annotation that has one.
 OUT_OF_RANGE = {"int": (0, ">= 1"), "fields.Count": (-1, ">= 0"), "fields.Rate": (1.0, "< 1.0")}

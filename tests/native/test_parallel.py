@@ -37,12 +37,12 @@ int main(int, char** argument) {
   {
     Shared region;
     {
-      const Shared::Thread thread(region);
+      const Shared::Worker worker(region);
       run(5);
       if (has("caller")) stand_still(40);
     }
     std::thread([&] {
-      const Shared::Thread thread(region);
+      const Shared::Worker worker(region);
       run(5);
       if (has("helper")) stand_still(40);
     }).join();

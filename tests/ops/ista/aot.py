@@ -2,8 +2,10 @@
 
 import torch
 
+from crate_kernels._triton.table import forced
 from crate_kernels.ops.ista.call import ISTACall, OvercompleteCall
 from crate_kernels.ops.ista.triton import launch as kernels
+from crate_kernels.ops.ista.triton import tables
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 
@@ -16,6 +18,17 @@ def step(tokens, dim, dtype=HALF, compute=None, nonnegative=True):
     def call():
         y = kernels.forward(x, weight, options)
         kernels.backward(y, x, weight, y, True, True, options)
+
+    return call
+
+
+def streamed(tokens, dim, dtype=HALF, nonnegative=True):
+    """Return the same, by the persistent product where it serves."""
+    ordinary = step(tokens, dim, dtype, nonnegative=nonnegative)
+
+    def call():
+        with forced(tables.PRODUCT, tables.STREAM):
+            ordinary()
 
     return call
 

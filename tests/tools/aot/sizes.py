@@ -64,6 +64,7 @@ FORMS = {
     "mssa.decode": SizedForm(mssa.decode, {"head_dim": HEAD_DIMS, "new": LENGTHS[1::2]}, {"dtype": DTYPES}, (_PADDED,)),
     "mssa.between": SizedForm(mssa.between, drawn={"seqlen": LENGTHS, "dtype": DTYPES}, **_BLOCKS),
     "ista.step": SizedForm(ista.step, _TOKENS, {}, (_ISTA_DTYPES, _NONNEGATIVE)),
+    "ista.streamed": SizedForm(ista.streamed, {"tokens": LENGTHS, "dim": (8, 16, 48, 64, 256)}, {}, (_NONNEGATIVE,)),
     "ista.overcomplete": SizedForm(
         ista.overcomplete, {"dim": DIMS, "hidden": DIMS}, {"tokens": LENGTHS, "dtype": DTYPES}
     ),
