@@ -45,11 +45,11 @@ struct Problem {
   float* lse_residual;            // the same: what rounding took from lse; null: not known
   float *largest, *select_level;  // the same, of phi = "threshold": the largest score, and the threshold times the sum
                                   // of weights that are at most 1. Where they are wanted, a forward writes nothing else
-  const float* dlse;          // of lse's size; null: no gradient
-  const uint8_t* keep;        // (sequences, seqlen); null: every key
-  int32_t* cache_lengths;     // lengths of the cache before the new tokens, which `keep` then masks; null: no cache
-  const int32_t* cu_seqlens;  // (sequences + 1,); null: not packed
-  const int64_t* seed;        // null: no dropout
+  const float* dlse;              // of lse's size; null: no gradient
+  const uint8_t* keep;            // (sequences, seqlen); null: every key
+  int32_t* cache_lengths;         // lengths of the cache before the new tokens, which `keep` then masks; null: no cache
+  const int32_t* cu_seqlens;      // (sequences + 1,); null: not packed
+  const int64_t* seed;            // null: no dropout
   int sequences, nheads, seqlen, total;  // seqlen: the longest; total: packed rows
   int capacity;                          // of the cache
   int blocks, groups;                    // per head: of rows, and of channels of the output
