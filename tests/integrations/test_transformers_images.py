@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers", reason="needs transformers: the extra hf")
-from transformers import AutoModelForImageClassification
+from transformers import AutoBackbone, AutoModelForImageClassification
 
 from crate_kernels.integrations import transformers as integration
 from crate_kernels.nn import MSSA
@@ -131,6 +131,12 @@ def test_images_of_another_size(family):
         resized = copy.deepcopy(ours)
         resized.set_input_size(tuple(img.shape[2:]))
         torch.testing.assert_close(logits, resized(img))
+        backbone = AutoBackbone.from_config(CONFIGS[family].of(ours.config)).eval()
+        backbone.model.load_state_dict(ours.state_dict(), strict=False)
+        (found,) = backbone(img, interpolate_pos_encoding=True).feature_maps
+        expected = resized.forward_intermediates(img, indices=1, norm=True, intermediates_only=True)
+        torch.testing.assert_close([found], expected)
     if ours.layout.fixed_size:
-        with pytest.raises(ValueError, match="img must have"):
-            model(img)
+        for refused in (model, backbone):
+            with pytest.raises(ValueError, match="img must have"):
+                refused(img)

@@ -163,9 +163,9 @@ class _Features:
 class _Maps:
     """Our model's forward, of a backbone."""
 
-    def forward(self: Any, img: Tensor, indices: list[int]) -> list[Tensor]:
+    def forward(self: Any, img: Tensor, indices: list[int], interpolate_pos_encoding: bool) -> list[Tensor]:
         """Return the patches (batch, dim, rows, columns) after some layers, normalised; 0 is what enters the first."""
-        tokens, kept, norm = self._embed(img), [], self.get_submodule(self.layout.norm)
+        tokens, kept, norm = self._embed(img, interpolate_pos_encoding), [], self.get_submodule(self.layout.norm)
         for index, block in enumerate([None, *self._blocks()[: max(indices)]]):
             tokens = tokens if block is None else run(self.config.grad_checkpointing, block, tokens)
             if index in indices:
@@ -234,18 +234,22 @@ class ImageBackbone(BackboneMixin, ImageModel):
         self.num_features = [config.hidden_size] * len(config.stage_names)
 
     @capture_outputs(tie_last_hidden_states=False)
-    def forward(self, pixel_values: Tensor, **kwargs: Any) -> BackboneOutput:  # pyright: ignore
+    def forward(  # pyright: ignore
+        self, pixel_values: Tensor, interpolate_pos_encoding: bool = False, **kwargs: Any
+    ) -> BackboneOutput:
         """Return the maps of images.
 
         Args:
             pixel_values: (batch, channels, height, width).
+            interpolate_pos_encoding: resize learned positions to images of another size; default False.
             **kwargs: ``output_hidden_states`` as in the classifier.
 
         Returns:
             ``feature_maps``, a tuple of (batch, hidden_size, rows, columns).
         """
         self._check(kwargs)
-        return BackboneOutput(feature_maps=tuple(self.model(pixel_values, self.out_indices)))
+        maps = self.model(pixel_values, self.out_indices, bool(interpolate_pos_encoding))
+        return BackboneOutput(feature_maps=tuple(maps))
 
 
 class CRATEForImageClassification(ImageClassifier):
