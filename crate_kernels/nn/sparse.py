@@ -15,11 +15,17 @@ from crate_kernels.ops.ista import ista, ista_overcomplete
 _LEARNED = ("step_size", "lambd", "bias")
 
 
-def _terms(module: Any, owner: str, width: int, learned: Iterable[str], per_channel: bool, **numbers: Any) -> None:
-    """Give a module its step size, threshold and bias: parameters if learned, of one number or of the width."""
+def _names(owner: str, learned: Iterable[str]) -> tuple[str, ...]:
     if isinstance(learned, str):
         raise TypeError(f"{owner}: learned must be a tuple of names, got the string {learned!r}")
-    learned = tuple(learned)
+    if not isinstance(learned, Iterable):
+        raise TypeError(f"{owner}: learned must be a tuple of names, got {type(learned).__name__}")
+    return tuple(learned)
+
+
+def _terms(module: Any, owner: str, width: int, learned: Iterable[str], per_channel: bool, **numbers: Any) -> None:
+    """Give a module its step size, threshold and bias: parameters if learned, of one number or of the width."""
+    learned = _names(owner, learned)
     unknown = [name for name in learned if name not in _LEARNED]
     if unknown:
         raise ValueError(f"{owner}: learned must be among {', '.join(_LEARNED)}, got {unknown[0]!r}")
@@ -102,7 +108,7 @@ class ISTA(nn.Module):
         self.data_format = _maps.check_format("ISTA", data_format)
         self.backend = checks.backend("ISTA", backend)
         checks.integer("ISTA", "dim", dim, minimum=1)
-        learned = learned if isinstance(learned, str) else tuple(learned)
+        learned = _names("ISTA", learned)
         if prox == "mm" and "step_size" in learned:
             raise ValueError("ISTA: learned must not have 'step_size' with prox='mm', which has no step size")
         _terms(self, "ISTA", dim, learned, per_channel, step_size=step_size, lambd=lambd)

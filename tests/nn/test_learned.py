@@ -113,6 +113,12 @@ BAD = {
         "learned must be among step_size, lambd, bias, got 'eta'",
     ),
     "string": (lambda: ISTA(DIM, learned="lambd"), TypeError, "ISTA: learned must be a tuple of names, got the string"),
+    "bool": (lambda: ISTA(DIM, learned=True), TypeError, "ISTA: learned must be a tuple of names, got bool"),
+    "number": (
+        lambda: OvercompleteISTA(DIM, learned=1),
+        TypeError,
+        "OvercompleteISTA: learned must be a tuple of names",
+    ),
     "mm": (
         lambda: ISTA(DIM, prox="mm", learned=["step_size"]),
         ValueError,

@@ -10,6 +10,7 @@ from torch import Tensor
 from crate_kernels._core import packing
 
 NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "position_ids")
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
 class Documents(NamedTuple):
@@ -43,6 +44,9 @@ def take(
         cached: a cache is given, or asked for.
     """
     values = {name: given[name] for name in NAMES if given.get(name) is not None}
+    for name, value in values.items():
+        if not name.startswith("max_length"):
+            _check(owner, name, value)
     positions: Any = values.get("position_ids")
     alone = values.keys() == {"position_ids"}
     if not values or (alone and _counted(positions, x, mask, seen)):
@@ -72,6 +76,14 @@ def take(
     if positions is not None and not torch.equal(positions[0].to(x.device), places):
         raise NotImplementedError(f"{owner}: position_ids must count the tokens of each document from 0")
     return Documents(offsets, longest, places)
+
+
+def _check(owner: str, name: str, value: Any) -> None:
+    """Require a tensor of integers."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{owner}: {name} must be a tensor, got {type(value).__name__}")
+    if value.dtype not in _INTEGERS:
+        raise ValueError(f"{owner}: {name} must have an integer dtype, got {value.dtype}")
 
 
 def _beside(x: Tensor, mask: Tensor | None, cached: bool) -> str | None:
