@@ -49,6 +49,11 @@ WRAPPED = {
 }
 
 
+def test_a_wrapper_of_another_name_is_said():
+    with pytest.raises(ValueError, match=r"unexpected student, a mapping: if it holds the weights, give it alone$"):
+        models.from_official("crate", {"student": crate().state_dict()}, CONFIG)
+
+
 @pytest.mark.parametrize(("wrap", "line"), WRAPPED.values(), ids=WRAPPED)
 def test_wrapped_checkpoints(wrap, line, said):
     source = crate()

@@ -12,6 +12,7 @@ TEXT = {"block_size": 9, "vocab_size": 11, "n_layer": 2, "n_head": 3, "n_embd": 
 TOST = {"embed_dim": 24, "depth": 2, "num_heads": 3, "img_size": (16, 24), "patch_size": 8, "num_classes": 5}
 
 HEAD = "; from_official(..., num_classes=...) makes another head"
+POSITIONS = "; from_official(..., image_size=...) resizes the positions"
 WRONG = {
     "forgotten": ("crate", {"dim_head": ...}, "dim_head must be 8, got 64 by default"),
     "heads": ("crate", {"dim_head": 12}, "dim_head must be 8, got 12, or heads must be 2, got 3"),
@@ -50,9 +51,12 @@ def test_the_size_that_does_not_fit(system, changes, message):
 
 
 SIDES = {
-    "image": ({"image_size": ...}, "image_size must be 16, got 224 by default"),
+    "image": ({"image_size": ...}, f"image_size must be 16, got 224 by default{POSITIONS}"),
     "patch": ({"patch_size": 8}, "patch_size must be 4, got 8"),
-    "both": ({"image_size": 8, "patch_size": 8}, "patch_size must be 4, got 8; image_size must be 16, got 8"),
+    "both": (
+        {"image_size": 8, "patch_size": 8},
+        f"patch_size must be 4, got 8; image_size must be 16, got 8{POSITIONS}",
+    ),
 }
 
 
@@ -127,3 +131,14 @@ def test_a_folder_with_another_number_of_classes(saved, tmp_path):
     model = models.from_pretrained(tmp_path, num_classes=saved)
     model.reset_classifier(10)
     assert model(torch.randn(1, 3, 8, 12)).shape == (1, 10)
+
+
+@pytest.mark.parametrize("system", ["crate", "crate_alpha", "aot_vision"])
+def test_a_folder_with_another_image_size(system, tmp_path):
+    build(system).save_pretrained(tmp_path)
+    message = r"config.json: image_size must be .*, as saved, got \(16, 12\); load it as it is and call"
+    with pytest.raises(ValueError, match=message + r" model.set_input_size\(\(16, 12\)\)"):
+        models.from_pretrained(tmp_path, image_size=(16, 12))
+    model = models.from_pretrained(tmp_path)
+    model.set_input_size((16, 12))
+    assert model(torch.randn(1, 3, 16, 12)).shape[0] == 1

@@ -111,6 +111,8 @@ class System:
                 raise
         if self.classifier and "num_classes must be" in reason:
             reason += "; from_official(..., num_classes=...) makes another head"
+        if re.search("ima?ge?_size must be", reason):
+            reason += "; from_official(..., image_size=...) resizes the positions"
         raise ValueError(f"from_official: config does not fit the weights of this {name}: {reason}")
 
     def _without_classifier(self, name: str, weights: dict[str, Any]) -> dict[str, Any]:
@@ -253,7 +255,9 @@ def check(owner: str, system: str, model: nn.Module, given: Mapping[str, Any]) -
     """Require weights, under their bare names, to be exactly those of ``model``; one error lists all that are not."""
     wanted, first = model.state_dict(), first_names(model)
     faults = [f"missing {name} {tuple(wanted[name].shape)}" for name in wanted if name not in given]
-    faults += [f"unexpected {name}" for name in given if name not in wanted]
+    hint = ", a mapping: if it holds the weights, give it alone"
+    extra = [name for name in given if name not in wanted]
+    faults += [f"unexpected {name}{hint if isinstance(given[name], Mapping) else ''}" for name in extra]
     unfit = {name: _fault(name, given[name], expected) for name, expected in wanted.items() if name in given}
     for name, fault in unfit.items():
         if fault:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from crate_kernels._core import checks, files
-from crate_kernels.models._shared import official, preparation, reading, skeleton
+from crate_kernels.models._shared import official, preparation, reading, skeleton, vision
 from crate_kernels.nn import _heads
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -181,13 +181,23 @@ def _with_tied(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**state, **{name: state[first] for name, first in official.first_names(model).items() if first in state}}
 
 
-def _check_classes(model: Any, path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse to read another head than the saved one, and say how to get it."""
+def _check_sizes(model: Any, path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse to read another head or other positions than the saved ones, and say how to get them."""
     saved, classes = config.get("num_classes"), getattr(model.config, "num_classes", None)
     if saved not in (None, classes):
         raise ValueError(
             f"{_OWNER}: {path}: num_classes must be {saved!r:.100}, as saved, got {classes}; load it as it is and call "
             f"model.reset_classifier({classes})"
+        )
+    layout = getattr(model, "layout", None)
+    if layout is None or not layout.fixed_size:
+        return
+    name, size = layout.img_size, getattr(model.config, layout.img_size)
+    saved = config.get(name, size)
+    if vision.pair(_OWNER, name, saved) != vision.pair(_OWNER, name, size):
+        raise ValueError(
+            f"{_OWNER}: {path}: {name} must be {saved!r:.100}, as saved, got {size}; load it as it is and "
+            f"call model.set_input_size({size})"
         )
 
 
@@ -203,7 +213,7 @@ def load(model_class: type[Model], folder: Path, overrides: Mapping[str, Any]) -
     described = _described(parts)
     make = partial(_build, model_class, folder / CONFIG, config, overrides)
     bare = make(lambda build: skeleton.build(build, len(described)))
-    _check_classes(bare, folder / CONFIG, config)
+    _check_sizes(bare, folder / CONFIG, config)
     official.check(owner, name, bare, _with_tied(bare, described))
     model = make(lambda build: build())
     state = {name: tensor for part in parts for name, tensor in reading.tensors(_OWNER, part)[0].items()}
