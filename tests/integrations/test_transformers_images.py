@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("transformers", reason="needs transformers: the extra hf")
 from transformers import AutoBackbone, AutoModelForImageClassification
 
+from crate_kernels import models
 from crate_kernels.integrations import transformers as integration
 from crate_kernels.nn import MSSA
 from tests.integrations.images import CONFIGS, images, pair, wrapped
@@ -140,3 +141,21 @@ def test_images_of_another_size(family):
         for refused in (model, backbone):
             with pytest.raises(ValueError, match="img must have"):
                 refused(img)
+
+
+@each_family
+@pytest.mark.parametrize("name", ["ForImageClassification", "Model", "Backbone"])
+def test_a_folder_is_of_the_sizes_that_were_set(family, name, tmp_path):
+    ours, _ = pair(family)
+    kind = getattr(integration, f"{type(ours).__name__}{name}")
+    model = kind(CONFIGS[family].of(ours.config)).eval()
+    img = torch.nn.functional.interpolate(images(family), scale_factor=2.0)
+    model.model.set_input_size(tuple(img.shape[2:]))
+    if name == "ForImageClassification":
+        model.model.reset_classifier(3)
+        assert model(img, labels=torch.tensor([0, 2])).loss.isfinite()
+    model.save_pretrained(tmp_path)
+    again = kind.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(img)[0], model(img)[0], rtol=0, atol=0)
+    assert models.from_pretrained(tmp_path).num_classes == (3 if name == "ForImageClassification" else 0)

@@ -89,9 +89,16 @@ class ImageNetwork(base.Model):
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Save as transformers does, with how to prepare images unless the folder says that already."""
+        self._follow()
         result = super().save_pretrained(save_directory, *args, **kwargs)
         preparation.write(Path(save_directory), self.model)
         return result
+
+    def _follow(self) -> None:
+        """Take sizes into the config that our model was given since: ``set_input_size``, ``reset_classifier``."""
+        name = self.model.layout.img_size
+        if getattr(self.config, name) != getattr(self.model.config, name):
+            setattr(self.config, name, getattr(self.model.config, name))
 
     def _our_name(self, name: str) -> str:
         return name.removeprefix(f"{_PREFIX}.")
@@ -121,6 +128,11 @@ class ImageClassifier(ImageNetwork):
 
     accepts_loss_kwargs = False  # a mean over images needs no count of them
 
+    def _follow(self) -> None:
+        super()._follow()
+        if self.config.num_labels != self.model.config.num_classes:
+            self.config.num_labels = self.model.config.num_classes
+
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
         self,
@@ -147,6 +159,8 @@ class ImageClassifier(ImageNetwork):
         # As a module, since accelerate moves its weights for a call.
         logits = self.model(pixel_values, bool(interpolate_pos_encoding))
         logits = logits[0] if isinstance(logits, tuple) else logits  # a pair of the same, if ToST is to distil
+        if labels is not None:
+            self._follow()
         loss = None if labels is None else self.loss_function(labels, logits, self.config, **kwargs)
         return ImageClassifierOutput(loss=loss, logits=logits)
 
