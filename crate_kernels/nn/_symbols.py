@@ -16,6 +16,8 @@ def leaf(module: nn.Module, x: Proxy, *others: Any) -> Any:
     while given[-1] is None or given[-1] is False:  # defaults
         given.pop()
     tracer: Any = x.tracer
+    if module is tracer.root:
+        raise TypeError(f"{type(module).__name__}: torch.fx must trace a module that has this one in it, as a leaf")
     return tracer.create_proxy("call_module", tracer.path_of_module(module), tuple(given), {})
 
 

@@ -7,17 +7,17 @@ from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from crate_kernels.models.crate import CRATE, CRATEConfig
+from crate_kernels.nn import ISTA, TSSA, OvercompleteISTA
 from tests.models.families import FAMILIES, build, drawn, inputs, output
 
 VISION = ("crate", "crate_alpha", "crate_mae_encoder", "tost", "aot_vision")
 CRATES = {
-    "tied": CRATE(CRATEConfig(24, 2, 3, 8, 8, 4, num_classes=5, attention="tied")),
-    "gradient": CRATE(CRATEConfig(24, 2, 3, 8, 8, 4, num_classes=5, attention="gradient")),
+    attention: CRATEConfig(24, 2, 3, 8, 8, 4, num_classes=5, attention=attention) for attention in ("tied", "gradient")
 }
 
 
 def model_of(family):
-    return drawn(CRATES[family] if family in CRATES else build(family)).eval()
+    return drawn(CRATE(CRATES[family]) if family in CRATES else build(family)).eval()
 
 
 def given(family):
@@ -62,6 +62,20 @@ def test_a_model_that_fx_cannot_trace_says_what_to_do(family):
         TypeError, match=f"^{type(build(family)).__name__}: torch.fx cannot trace .* use torch.export, or"
     ):
         fx.symbolic_trace(build(family))
+
+
+LEAVES = {
+    "attention": lambda: TSSA(24, 3),
+    "step": lambda: ISTA(24),
+    "map": lambda: OvercompleteISTA(24, 48, data_format="channels_first"),
+}
+
+
+@pytest.mark.parametrize("make", LEAVES.values(), ids=LEAVES)
+def test_a_leaf_alone_says_what_to_do(make):
+    module = make()
+    with pytest.raises(TypeError, match=f"^{type(module).__name__}: torch.fx must trace a module that has this one in"):
+        fx.symbolic_trace(module)
 
 
 def test_an_operator_in_a_module_of_ones_own_says_what_to_do():
