@@ -113,6 +113,7 @@ _OF_PYTORCH = (
     "plan.cpp",
     "exported.cpp",
     "exported_cpu.cpp",
+    "lt.cpp",
 )  # of csrc; no kernel is in them
 
 
