@@ -30,6 +30,8 @@ def _terms(module: Any, owner: str, width: int, learned: Iterable[str], per_chan
     if unknown:
         raise ValueError(f"{owner}: learned must be among {', '.join(_LEARNED)}, got {unknown[0]!r}")
     shape = (width,) if checks.flag(owner, "per_channel", per_channel) else ()
+    if shape and not learned:
+        raise ValueError(f"{owner}: learned must name a parameter with per_channel=True, got none")
     for name, value in {**numbers, "bias": 0.0}.items():
         number = checks.number(owner, name, value)
         if name in learned:
@@ -71,7 +73,7 @@ class ISTA(nn.Module):
         prox: the kind of step; default ``"nonnegative"``.
         alpha: dim / (N eps^2) for ``"mm"``; default 1, which is eps^2 = dim / N.
         learned: names among ``"step_size"``, ``"lambd"`` and ``"bias"`` that are parameters; default none.
-        per_channel: give them (dim,) numbers each, instead of one; default False.
+        per_channel: give those learned (dim,) numbers each, instead of one; default False.
         data_format: ``"channels_last"``: tokens (..., dim); ``"channels_first"``: feature maps (batch, dim,
             height, width), whose pixels are the tokens. Default ``"channels_last"``.
         backend: as in ``crate_kernels.ista``; default None, the best available.
@@ -158,7 +160,7 @@ class OvercompleteISTA(nn.Module):
         step_size: default 0.1.
         lambd: default 0.1.
         learned: names among ``"step_size"``, ``"lambd"`` and ``"bias"`` that are parameters; default none.
-        per_channel: give them (hidden,) numbers each, instead of one; default False.
+        per_channel: give those learned (hidden,) numbers each, instead of one; default False.
         data_format: ``"channels_last"``: tokens (..., dim); ``"channels_first"``: feature maps (batch, dim,
             height, width), whose pixels are the tokens. Default ``"channels_last"``.
         backend: as in ``crate_kernels.ista_overcomplete``; default None, the best available.

@@ -114,6 +114,11 @@ BAD = {
     ),
     "string": (lambda: ISTA(DIM, learned="lambd"), TypeError, "ISTA: learned must be a tuple of names, got the string"),
     "bool": (lambda: ISTA(DIM, learned=True), TypeError, "ISTA: learned must be a tuple of names, got bool"),
+    "per-channel": (
+        lambda: ISTA(DIM, per_channel=True),
+        ValueError,
+        "ISTA: learned must name a parameter with per_channel=True, got none",
+    ),
     "number": (
         lambda: OvercompleteISTA(DIM, learned=1),
         TypeError,
