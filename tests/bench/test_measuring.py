@@ -98,6 +98,19 @@ def test_provider_that_cannot_says_why():
     assert "backward" in measure(case, named["flex"]).skipped
 
 
+def test_flex_attention_is_given_a_leaf_only_where_gradients_are_asked_for(monkeypatch):
+    """On a CPU it refuses a leaf that wants a gradient, also where none is computed."""
+    wanted = []
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda q, *_, **__: wanted.append(q.requires_grad) or q)
+    (flex,) = (p for p in providers.of("mssa") if p.name == "flex")
+    case = SMALL["mssa"]
+    call, w = flex.make(case), torch.randn(case.shape, requires_grad=True)
+    for mode in (torch.no_grad(), torch.enable_grad()):
+        with mode:
+            call(w)
+    assert wanted == [False, True]
+
+
 @pytest.mark.parametrize("provider", overhead.PROVIDERS)
 @pytest.mark.parametrize("op", overhead.OPS)
 def test_tiny_calls_of_every_operator_are_timed(op, provider, monkeypatch):
