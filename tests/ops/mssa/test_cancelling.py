@@ -1,4 +1,8 @@
-"""Gradients of 16-bit tokens whose delta, g . out, is mostly the rounding of out: sinks, and gradients of one sign."""
+"""Gradients where what the forward saved does not serve.
+
+Of 16-bit tokens whose delta, g . out, is mostly the rounding of out: sinks, and gradients of one sign. Of fp32 tokens
+whose lse is large.
+"""
 
 import math
 
@@ -32,6 +36,14 @@ def ones(tokens, head_dim):
         return torch.nn.functional.layer_norm(w, (head_dim,)), torch.ones_like(w)
 
     return draw
+
+
+def alike(generator):
+    """Tokens so long and so alike that a row's lse is above 16: cpp then sums the weights of fp32 rows anew."""
+    w = torch.randn(1, 2, 1, 64, generator=generator)
+    w = w * (14 * 64**0.5) ** 0.5 / w.norm(dim=-1, keepdim=True)
+    w, g = (part * torch.randn(1, 2, 150, 64, generator=generator) + of for part, of in ((0.05, w), (1, 0)))
+    return w, g
 
 
 def before(factor, draw):
@@ -83,6 +95,19 @@ def worst(case, dtype, backend, device="cpu", gradient_of=gradient):
 @pytest.mark.parametrize(("backend", "device"), KERNELS)
 def test_a_delta_that_cancels(case, dtype, backend, device):
     assert worst(case, dtype, backend, device) < 1
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("backend", "device"), KERNELS)
+def test_float32_tokens_that_are_long_and_alike(causal, backend, device):
+    assert worst((alike, {"causal": causal}, (0, 1)), torch.float32, backend, device) < 1
+
+
+@pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
+@pytest.mark.parametrize("name", LEVELS)
+def test_float32_tokens_that_are_long_and_alike_at_every_level(name, level):
+    level(name)
+    assert worst((alike, {}, (0, 1)), torch.float32, "cpp") < 1
 
 
 @pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
