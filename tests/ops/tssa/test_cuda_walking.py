@@ -1,4 +1,4 @@
-"""The walking kernels of the causal form on Hopper GPUs, emulated: against float64, and broken on purpose."""
+"""The walking kernels of the causal form on Hopper GPUs, emulated, against float64."""
 
 import itertools
 
@@ -14,17 +14,6 @@ from tests.ops.common import outputs_and_gradients, randn
 from tests.ops.tssa.cuda import bias, call, temps, tokens
 from tests.ops.tssa.persistent import MOST_SHARED
 from tests.ops.tssa.walking import CASES, MORE, PAIRS, Walking, config, taking
-from tests.ops.tssa.walking_broken import BROKEN, FILES
-
-
-@pytest.fixture
-def hopper(device, library):
-    """Emulate a Hopper GPU of so many clusters, which take all sequences."""
-
-    def emulate(config, clusters=1, **properties):
-        device(capability=90, shared_limit=MOST_SHARED, multiprocessors=clusters * config["CLUSTER"], **properties)
-
-    return emulate
 
 
 @pytest.mark.parametrize(
@@ -220,26 +209,3 @@ def test_half_precision_survives_squares_that_overflow(backend, hopper):
         found = testing.run(case, inputs, backend)
     eager, exact = (testing.run(case, i, "reference") for i in (inputs, inputs.to(torch.float64)))
     assert [one for one in testing.measure(found, eager, exact, torch.float16) if not one.passed] == []
-
-
-def in_every_order(name, backend, hopper):
-    for descending in (False, True):
-        given = Walking(name)
-        hopper(given.config, descending=descending)
-        given.check(backend, torch.bfloat16)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("change", BROKEN)
-def test_a_broken_kernel_is_found(change, broken, backend, hopper):
-    """The emulator stops it, or its numbers are wrong, in one order of threads or the other."""
-    before, after, name = BROKEN[change]
-    broken(FILES, before, after)
-    with pytest.raises((RuntimeError, AssertionError), match=r"emulator: |Measurement|result . of"):
-        in_every_order(name, backend, hopper)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", sorted({change[-1] for change in BROKEN.values()}))
-def test_the_kernels_as_they_are_pass_in_every_order(name, backend, hopper):
-    in_every_order(name, backend, hopper)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", reason="copies what Triton interprets: pip install triton")
 
 import triton.language as tl  # noqa: E402
 from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
