@@ -23,6 +23,7 @@ class Goal:
             rates of the machine; "eager's memory" in the place of its time.
         bench, direction, dtype, cases: select our rows.
         reason: the limit, for a case that misses the goal.
+        clock: one of ``CLOCKS``; None takes the first that timed a row.
     """
 
     what: str
@@ -33,6 +34,7 @@ class Goal:
     dtype: str
     cases: tuple[str, ...]
     reason: str = ""
+    clock: str | None = None
 
 
 _VIT, _LM, _LONG = (tuple(f"{stem}-d{head_dim}" for head_dim in (48, 64)) for stem in ("vit-197", "lm-1024", "lm-4096"))
@@ -51,6 +53,8 @@ _CONVERT = "half the bytes move, so the conversions to fp32 and back count"
 _PRODUCTS = "the library's own products, two thirds of the time and more"
 _IMAGES = ("vit-196-many", "vit-784", "lm-1024", "long-4096")
 _FEW = ("vit-196-one", "vit-196")
+_TRITON = "timed with Triton's kernels; no GPU has timed those for Hopper (docs/cuda.md)"
+_ELEMENTWISE = "the elementwise pass of the backward moved 2 bytes at a time when this was timed"
 
 GOALS = (
     Goal("mssa forward", 1.75, "sdpa", "mssa", "forward", "fp32", (*_VIT, *_LM, *_LONG), _EDGES + "; " + _FMA),
@@ -87,60 +91,48 @@ _AS_THE_DEVICE, _HOST = 0.9, "what a call costs the host"
 _BEST_SDPA, _COPY, _PRODUCT, _MEMORY = "best sdpa", "copy", "product", "eager's memory"
 
 
-def _with_causal(*cases: str) -> tuple[str, ...]:
-    return (*cases, *_causal(*cases))
-
-
-_GPU_FEW = _with_causal("vit-197-d48", "vit-197-d64", "vit-785-d64", "vit-785-d128", "lm-1024-d64")
-_GPU_LONG_64 = _with_causal("lm-4096-d64", "long-16k-d64", "long-64k-d64")
-_GPU_LONG_128 = _with_causal("lm-4096-d128", "long-16k-d128")
-_GPU_STATS = ("vit-196", "vit-784", "lm-1024", "long-4096", "long-64k")
+_GPU_VIT, _GPU_LM = ("vit-197-d64",), ("lm-1024-d64-causal",)
 _GPU_CACHES = ("64x12x64-cached-4096", "16x16x128-cached-16384", "1x16x128-cached-65536")
-_GPU_MODELS = ("crate_base", "tost_small_12", "crate_lm_base")
+_GPU_STATS, _GPU_SPARSE = ("vit-196", "lm-1024-causal"), ("crate-b", "lm-base")
+_CRATE_STEPS, _TOST_STEP = ("crate_base", "crate_lm_base"), ("tost_small_12",)
+_CRATE_STEP = "CRATE-B and causal CRATE, training step"
 
 GPU_GOALS = (
-    Goal("mssa forward, up to 1024 tokens", 1.2, _BEST_SDPA, "mssa", "forward", "bf16", _GPU_FEW),
-    Goal("mssa forward, long, head_dim 64", 1.0, _BEST_SDPA, "mssa", "forward", "bf16", _GPU_LONG_64),
-    Goal("mssa forward, long, head_dim 64", 1.3, "sdpa-flash", "mssa", "forward", "bf16", _GPU_LONG_64),
-    Goal("mssa forward, long, head_dim 128", 1.0, "sdpa-flash", "mssa", "forward", "bf16", _GPU_LONG_128),
-    Goal(
-        "mssa backward",
-        1.4,
-        "sdpa-flash",
-        "mssa",
-        "backward",
-        "bf16",
-        (*_GPU_FEW, *_GPU_LONG_64, *_GPU_LONG_128),
-    ),
-    Goal("mssa decode, 256 MB of cache and more", 0.85, _COPY, "decode", "forward", "bf16", _GPU_CACHES),
-    Goal("mssa decode, 256 MB of cache and more", 1.8, "sdpa", "decode", "forward", "bf16", _GPU_CACHES),
+    Goal("mssa forward, 197 tokens", 2.1, _BEST_SDPA, "mssa", "forward", "bf16", _GPU_VIT, _TRITON),
+    Goal("mssa backward, 197 tokens", 3.1, _BEST_SDPA, "mssa", "backward", "bf16", _GPU_VIT, _TRITON),
     *(
-        Goal(
-            f"tssa {words}{comma}",
-            target,
-            baseline,
-            "tssa",
-            direction,
-            "bf16",
-            cases,
-            f"{passes} passes over w where 5 are the least" if direction == "both" else "",
+        Goal(f"mssa forward and backward, {words}", target, _BEST_SDPA, "mssa", "both", "bf16", cases, _TRITON)
+        for words, target, cases in (
+            ("197 tokens", 2.5, _GPU_VIT),
+            ("1024 tokens, causal", 1.4, _GPU_LM),
+            ("16k tokens", 1.25, ("long-16k-d64",)),
+            ("4096 tokens, head_dim 128", 1.2, ("lm-4096-d128",)),
+            ("16k tokens, head_dim 128, causal", 1.05, ("long-16k-d128-causal",)),
         )
-        for direction, words in (("forward", "forward"), ("both", "forward and backward"))
-        for comma, cases, eager, passes in (("", _GPU_STATS, 3.5, 8), (", causal", _causal(*_GPU_STATS), 8.0, 13))
-        for baseline, target in ((_COPY, 0.8), ("eager", eager), ("compile", 2.5))
     ),
-    Goal("ista forward", 0.9, _PRODUCT, "ista", "forward", "bf16", ("crate-b", "lm-base", "tokens-12608")),
-    Goal("ista forward", 2.7, "eager", "ista", "forward", "bf16", ("crate-b", "lm-base", "tokens-12608")),
-    Goal("ista forward and backward", 2.5, "eager", "ista", "both", "bf16", ("crate-b", "lm-base", "tokens-12608")),
+    Goal("mssa decode, 256 MB of cache and more", 1.0, _COPY, "decode", "forward", "bf16", _GPU_CACHES),
     *(
-        Goal("CRATE-B, ToST-S, causal CRATE training step", target, baseline, "models", "step", "bf16", _GPU_MODELS)
-        for baseline, target in (("eager", 2.5), ("compile", 1.4), (_MEMORY, 1.67))
+        Goal(f"tssa forward and backward{comma}", target, baseline, "tssa", "both", "bf16", (case,), reason)
+        for comma, case, compiled, reason in (
+            ("", _GPU_STATS[0], 4.0, "8 passes over w where 5 are the least"),
+            (", causal", _GPU_STATS[1], 3.5, "13 passes over w where 5 are the least"),
+        )
+        for baseline, target in ((_COPY, 0.8), ("compile", compiled))
     ),
+    Goal("ista forward", 0.9, _PRODUCT, "ista", "forward", "bf16", _GPU_SPARSE),
+    Goal("ista forward and backward", 3.4, "eager", "ista", "both", "bf16", _GPU_SPARSE, _ELEMENTWISE),
+    Goal("ista_overcomplete forward and backward", 1.15, "compile", "ista", "both", "bf16", ("alpha-b",), _PRODUCTS),
+    Goal(_CRATE_STEP, 2.2, "compile", "models", "step", "bf16", _CRATE_STEPS, clock="device"),
+    Goal(f"{_CRATE_STEP}, from Python", 2.0, "eager", "models", "step", "bf16", _CRATE_STEPS, clock="calls"),
+    Goal("ToST-S, training step", 1.1, "compile", "models", "step", "bf16", _TOST_STEP, clock="device"),
+    Goal("ToST-S, training step, from Python", 1.3, "eager", "models", "step", "bf16", _TOST_STEP, clock="calls"),
+    Goal("training steps", 1.67, _MEMORY, "models", "step", "bf16", (*_CRATE_STEPS, *_TOST_STEP)),
 )
 
 
 def ratios(results: Results, goal: Goal) -> list[tuple[BenchRow, float]]:
     """Return, for every case of a goal that has both, our row and the baseline as a multiple of it."""
+    results = results.by(goal.clock) if goal.clock else results
     found = []
     for case in goal.cases:
         beside = results.find(bench=goal.bench, case=case, dtype=goal.dtype, direction=goal.direction)
