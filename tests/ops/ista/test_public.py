@@ -4,18 +4,15 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from crate_kernels import ista, ista_overcomplete, testing
 from crate_kernels._core import backends as _backend
-from crate_kernels._core import products
-from crate_kernels.ops.ista.call import ISTACall
 from tests.ops.common import DTYPES, EXACT, backends, outputs_and_gradients, over_budget, randn
+from tests.ops.ista.inputs import DIM, dictionary
 from tests.ops.ista.naive import ista_loop, ista_overcomplete_loop
 
 BACKENDS, FUSED = backends("ista"), backends("ista", reference=False)
-DIM, HIDDEN = 6, 10
+HIDDEN = 10
 LOOPS = {
     "relu": {"step_size": 0.1, "lambd": 0.1},
     "large-step": {"step_size": 0.7, "lambd": 0.4},
@@ -31,10 +28,6 @@ OVERCOMPLETE = {
 # On either side of every choice by the number of tokens: forward at dim, backward at 2/3 dim.
 SHAPES = {"one": (DIM,), "few": (3, DIM), "between": (5, DIM), "many": (2, 1, 8, DIM)}
 TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-
-
-def dictionary(dim=DIM, hidden=DIM, seed=1):
-    return randn(dim, hidden, seed=seed) * dim**-0.5
 
 
 def overcomplete_inputs(tied, *shape):
@@ -144,19 +137,6 @@ def test_the_weight_is_read_anew_every_call(tokens, backend, device):
 
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_float32_weight_beside_half_tokens(dtype, backend, device):
-    x, weight = randn(40, 12).to(device, dtype), dictionary(12, 20).to(device, torch.float32)
-    y, dx, dweight = outputs_and_gradients(lambda *t: ista(*t, backend=backend), x, weight[:, :12].contiguous())
-    assert (y.dtype, dx.dtype, dweight.dtype) == (dtype, dtype, torch.float32)
-    out, dx, dweight, ddecoder = outputs_and_gradients(
-        lambda *t: ista_overcomplete(*t, backend=backend), x, weight, 2 * weight
-    )
-    assert (out.dtype, dx.dtype) == (dtype, dtype)
-    assert dweight.dtype == ddecoder.dtype == torch.float32
-
-
-@pytest.mark.parametrize(("backend", "device"), BACKENDS)
 @pytest.mark.parametrize("weight_dtype", [torch.float16, torch.float32], ids=["half", "float"])
 @pytest.mark.parametrize("dim", [4, 272], ids=["many", "few"])
 def test_sums_over_tokens_that_float16_holds_only_scaled(dim, weight_dtype, backend, device):
@@ -171,102 +151,6 @@ def test_sums_over_tokens_that_float16_holds_only_scaled(dim, weight_dtype, back
     decoder = torch.full_like(tied, 2.0**-9).detach()
     (dweight,) = torch.autograd.grad(ista_overcomplete(x, tied, decoder, **options), tied, dout)
     assert bool(dweight.isfinite().all())
-
-
-@pytest.mark.parametrize(("backend", "device"), BACKENDS)
-@pytest.mark.parametrize("tokens", [4, 40], ids=["few", "many"])
-def test_autocast_keeps_the_residual_stream_in_float32(tokens, backend, device):
-    x, weight = randn(tokens, 12, dtype=torch.float32, device=device), dictionary(12, 12).to(device, torch.float32)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        y, dx, dweight = outputs_and_gradients(
-            lambda *t: ista(*t, step_size=1e-4, lambd=0.0, backend=backend), x, weight
-        )
-    assert y.dtype == dx.dtype == dweight.dtype == torch.float32
-    # A step so short leaves relu(x), but for the rounding of what was added; bf16 tokens would be off by 4e-3.
-    torch.testing.assert_close(y, x.relu(), rtol=0, atol=2e-3)
-    assert not torch.equal(y, y.to(torch.bfloat16).float())
-
-
-@pytest.mark.parametrize(("backend", "device"), BACKENDS)
-@pytest.mark.parametrize("tokens", [4, 40], ids=["few", "many"])
-def test_autocast_keeps_the_gradient_of_the_residual_stream_in_float32(tokens, backend, device):
-    """Without a dictionary the step is a ReLU, and its gradient is the upstream one to the bit."""
-    x = randn(tokens, 12, dtype=torch.float32, device=device).requires_grad_()
-    dy = randn(tokens, 12, dtype=torch.float32, device=device, seed=1)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        y = ista(x, torch.zeros(12, 12, device=device), lambd=0.0, backend=backend)
-    (dx,) = torch.autograd.grad(y, x, dy)
-    torch.testing.assert_close(dx, torch.where(x > 0, dy, 0.0), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("backend", "device"), FUSED)
-@pytest.mark.parametrize("function", [ista, ista_overcomplete])
-def test_autocast_leaves_half_tokens_in_their_own_dtype(function, backend, device):
-    """Autocast takes bfloat16, and the tokens are float16: products in the other would lose three bits."""
-    x, weight = randn(40, 12, dtype=torch.float16, device=device), dictionary(12, 12).to(device, torch.float16)
-    expected = outputs_and_gradients(partial(function, backend=backend), x, weight)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        actual = outputs_and_gradients(partial(function, backend=backend), x, weight)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-MIXED = {
-    "bfloat16-beside-float32": (torch.float32, torch.bfloat16),
-    "float16-beside-float32": (torch.float32, torch.float16),
-    "float16-beside-bfloat16": (torch.bfloat16, torch.float16),
-}
-
-
-@pytest.mark.parametrize(("backend", "device"), BACKENDS)
-@pytest.mark.parametrize(("dtype", "half"), MIXED.values(), ids=MIXED)
-@pytest.mark.parametrize("name", ["ista", "tied", "untied"])
-def test_autocast_takes_a_half_dictionary_as_float32(name, dtype, half, backend, device):
-    function = partial(ista if name == "ista" else ista_overcomplete, backend=backend)
-    x = randn(40, 12, dtype=dtype, device=device)
-    weights = [dictionary(12, 12, seed).to(device, half) for seed in ((1, 2) if name == "untied" else (1,))]
-    with torch.autocast(device, dtype=torch.bfloat16):
-        actual = outputs_and_gradients(function, x, *weights)
-        expected = outputs_and_gradients(lambda x, *w: function(x, *(each.float() for each in w)), x, *weights)
-    assert [each.dtype for each in actual] == [dtype, dtype, *(half for _ in weights)]
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("function", [ista, ista_overcomplete])
-@pytest.mark.parametrize(
-    "dtypes", [(torch.float64, torch.bfloat16), (torch.float32, torch.float64)], ids=["wide-x", "wide-weight"]
-)
-def test_autocast_leaves_float64_alone(function, dtypes):
-    x, weight = (dictionary(12, 12).to(dtype) for dtype in dtypes)
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=r"weight must be torch\.float"):
-        function(x, weight)
-
-
-@pytest.mark.parametrize(("backend", "device"), FUSED)
-@pytest.mark.parametrize("tokens", [4, 40], ids=["few", "many"])
-def test_autocast_multiplies_in_the_autocast_dtype(tokens, backend, device, monkeypatch):
-    monkeypatch.setattr(products, "_slow", {})  # a processor without its arithmetic multiplies in float32
-    x, weight = randn(tokens, 12, dtype=torch.float32, device=device), dictionary(12, 12).to(device, torch.float32)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        y = ista(x, weight, step_size=1.0, lambd=0.0, nonnegative=False, backend=backend)
-        out = ista_overcomplete(x, weight, backend=backend)
-    exact = ista(x.double(), weight.double(), step_size=1.0, lambd=0.0, nonnegative=False, backend="reference")
-    error, eps = (y.double() - exact).abs().max().item(), torch.finfo(torch.bfloat16).eps
-    assert 0.01 * eps < error < 4 * eps * exact.abs().max().item()
-    assert out.dtype == torch.float32
-    halved = ista_overcomplete(x.to(torch.bfloat16), weight, backend=backend)
-    torch.testing.assert_close(out, halved.float(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("backend", "device"), FUSED)
-def test_autocast_rounds_the_matrix_of_many_tokens_once(backend, device):
-    """The identity as tokens shows W - W^T W itself; rounding W first would cost bits where the two cancel."""
-    x, weight = torch.eye(12, device=device), dictionary(12, 12).to(device, torch.float32)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        y = ista(x, weight, step_size=1.0, lambd=0.0, nonnegative=False, backend=backend)
-    exact = weight.double() - weight.double().T @ weight.double()
-    # Half a unit in the last place of the half dtype, and a rounding of 1 + K in float32.
-    budget = torch.finfo(torch.bfloat16).eps / 2 * exact.abs() + 4 * torch.finfo(torch.float32).eps
-    assert ((y.double() - x - exact).abs() <= budget).all()
 
 
 @pytest.mark.parametrize(("backend", "device"), FUSED)
@@ -286,64 +170,6 @@ def test_only_the_gradients_asked_for_are_computed(backend, device, monkeypatch)
         only_weight = outputs_and_gradients(lambda weight, x=x: ista(x, weight, backend=backend), weight)
         torch.testing.assert_close([*only_x, only_weight[1]], both)
     assert asked == [(True, True), (True, False), (False, True)] * len(SHAPES)
-
-
-def flops(call):
-    """Return what PyTorch counts of a call, and its result."""
-    with FlopCounterMode(display=False) as counter:
-        result = call()
-    return counter.get_total_flops(), result
-
-
-class Products(TorchDispatchMode):
-    """Adds up the FLOP of the matrix products that run; PyTorch's counter leaves out those in place."""
-
-    flops = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
-            left, right = args[-2:]
-            self.flops += 2 * left.shape[0] * left.shape[1] * right.shape[1]
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("asked", ["xw", "x", "w"])
-@pytest.mark.parametrize("tokens", [1, 4, 9, 11, 40])
-def test_flops_are_those_of_the_products_that_run(tokens, asked):
-    """By shapes alone one token counted as dim of them, in the form that its backend does not take."""
-    x, weight = randn(tokens, 12).requires_grad_("x" in asked), dictionary(12, 12).requires_grad_("w" in asked)
-    counted, y = flops(lambda: ista(x, weight, backend="composite"))
-    counted_back, _ = flops(lambda: y.sum().backward())
-    kernel, call = _backend.kernel("ista", "composite"), ISTACall(0.1, 0.1, True, x.dtype)
-    plain = x.detach(), weight.detach()
-    with Products() as forward:
-        kernel.forward(*plain, call)
-    with Products() as backward:
-        kernel.backward(torch.ones_like(y), *plain, y.detach(), "x" in asked, "w" in asked, call)
-    assert (counted, counted_back) == (forward.flops, backward.flops)
-
-
-@pytest.mark.parametrize(("backend", "device"), FUSED)
-@pytest.mark.parametrize("one", [True, False], ids=["one-product", "two-products"])
-def test_flops_follow_the_form_that_a_backend_takes(one, backend, device, monkeypatch):
-    x, weight = randn(5, 12).to(device, torch.float32), dictionary(12, 12).to(device, torch.float32)
-    engine = type(_backend.kernel("ista", backend, device).engine(x))
-    monkeypatch.setattr(engine, "one_product", lambda *_: one)
-    monkeypatch.setattr(engine, "one_product_back", lambda *_: one)
-    counted, y = flops(lambda: ista(x, weight.requires_grad_(), backend=backend))
-    product, square = 2 * 5 * 12 * 12, 2 * 12**3
-    assert counted == (product + square if one else 2 * product)
-    assert flops(lambda: y.sum().backward())[0] == (product + square if one else 4 * product)
-
-
-def test_flops_of_the_overcomplete_form():
-    tokens, dim, hidden, steps = 4, 12, 20, 3
-    x = randn(tokens, dim).requires_grad_()
-    product, weight = 2 * tokens * dim * hidden, dictionary(dim, hidden).requires_grad_()
-    counted, out = flops(lambda: ista_overcomplete(x, weight, steps=steps, backend="composite"))
-    # z_0 = 0 spares the first step one of its two products, and decoding is one more.
-    assert counted == 2 * steps * product
-    assert flops(lambda: out.sum().backward())[0] == 4 * steps * product
 
 
 # Of any size that its product with the step leaves in range: (step_size, lambd).
