@@ -6,7 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from crate_kernels import models
-from crate_kernels.models.tost import DropPath, ToST, ToSTConfig
+from crate_kernels.models.tost import ClassAttention, DropPath, ToST, ToSTConfig
 from tests.models.families import build, drawn, inputs
 
 
@@ -53,6 +53,20 @@ def test_drop_path_drops_whole_images_and_keeps_the_mean():
     for rate, module in ((0.25, DropPath(0.25).eval()), (0.0, DropPath(0.0))):
         assert module.rate == rate
         assert module(x) is x
+
+
+def test_class_attention_drops_weights_and_keeps_their_mean():
+    tokens = 400
+    attention = ClassAttention(ToSTConfig(tokens, 1, 1, qkv_bias=False, attn_drop_rate=0.25))
+    with torch.no_grad():  # equal weights, of values that are the unit vectors: the output is the weights
+        attention.qkv.weight.zero_()[2 * tokens :] = torch.eye(tokens)
+        attention.proj.weight.copy_(torch.eye(tokens))
+        attention.proj.bias.zero_()
+    for rate in (0.0, 0.25):
+        weights = attention.train(rate > 0)(torch.eye(tokens)[None])[0, 0] * tokens
+        kept = weights[weights != 0]
+        assert_close(kept, torch.full_like(kept, 1 / (1 - rate)))
+        assert abs(1 - len(kept) / tokens - rate) <= 5 * (rate * (1 - rate) / tokens) ** 0.5  # standard deviations
 
 
 def test_drop_path_is_in_every_block_and_no_class_block():
