@@ -1,6 +1,7 @@
 """Rows of results: their derived facts, their files, and what describes a machine."""
 
 import json
+import math
 import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
@@ -32,6 +33,13 @@ def test_rates_and_shares_of_a_row(results):
     bare = rows.facts(replace(one, flops=None, bytes=None, unit="", peak_bytes=None), results)
     assert not bare.keys() & {"tflops", "percent_of_product", "gb_per_s", "percent_of_copy", "images_per_s"}
     assert bare["peak_mib"] is None
+
+
+def test_a_row_without_times_has_no_number():
+    empty = row("eager", [])
+    numbers = [empty.time, empty.median, empty.percentile(20), *map(empty.on, rows.CLOCKS)]
+    assert all(map(math.isnan, numbers))
+    assert rows.facts(replace(empty, skipped="not here"), Results(dict(MACHINE), [empty])) == {"skipped": "not here"}
 
 
 def test_the_row_of_the_default_choice(results):
