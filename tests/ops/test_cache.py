@@ -41,6 +41,14 @@ def test_decoding_equals_the_full_forward(op, backend, device, blocks):
     assert cache.lengths.tolist() == [CAPACITY] * BATCH
 
 
+@SUBSPACE
+def test_a_block_of_many_tokens_is_appended_once(backend, device):
+    """Several programs of a head share it; the cache has room to append it again."""
+    w, cache = tokens(41, device=device), SubspaceCache(BATCH, HEADS, 100, HEAD_DIM, device=device)
+    torch.testing.assert_close(decode("mssa", w, backend, cache, [40, 1]), attend("mssa", w, backend))
+    assert cache.lengths.tolist() == [41] * BATCH
+
+
 @EACH
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("blocks", [[1] * 12, [7, 1, 4]], ids=["steps", "blocks"])
