@@ -65,6 +65,17 @@ class OwnRows(NamedTuple):
     dlse: tl.tensor
 
 
+class MetRows(NamedTuple):
+    """The rows i of a tile that the owned rows meet."""
+
+    length: tl.tensor  # of the sequence
+    offs: tl.tensor  # (BLOCK_I,)
+    w: tl.tuple  # (BLOCK_I, HEAD_DIM)
+    lse: tl.tensor  # (BLOCK_I,), as are delta and dlse; exp(-L) where both weights share an exponential
+    delta: tl.tensor
+    dlse: tl.tensor
+
+
 @triton.jit
 def load_number(ptr, offs, length, absent, MASKED: tl.constexpr):
     """Load a number of some rows; MASKED, of those that exist."""
@@ -134,6 +145,59 @@ def dropped(x, scores, queries, keys, FORM: tl.constexpr):
 
 
 @triton.jit
+def _key_terms(
+    acc, own, met, inputs, scores_ij, exps, scale,
+    MASKED: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr, SHARED: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    """Return the sum with P g, and the gradient of scores, of the owned rows as keys of the rows met."""
+    key_j, key_i = own.offs[:, None], met.offs[None, :]
+    dscores = tl.zeros_like(scores_ij)  # (BLOCK_J, BLOCK_I), as are exps, probs and dprobs
+    if TERMS.SELECT:
+        probs = _selected(scores_ij, inputs, met.offs, own.scores, key_i, key_j, MASKED, FORM)
+    elif SHARED:
+        probs = exps * met.lse[None, :]
+    else:
+        probs = _probabilities(scores_ij, met.lse[None, :], own.scores, key_i, key_j, MASKED, FORM)
+    if TERMS.VALUES:
+        g_i = load_rows(inputs.g, met.offs, met.length, MASKED, FORM)  # (BLOCK_I, HEAD_DIM)
+        weights = dropped(probs, own.scores, key_i, key_j, FORM)
+        acc = tile.add_product(acc, weights.to(met.w[0].dtype), g_i, FORM)
+    weight = (met.lse * scale)[None, :] if SHARED else probs * scale
+    if FUSED:
+        dscores = tile.products(own.w, g_i, FORM) * weight - weight * met.delta[None, :]
+    elif TERMS.PRODUCTS:
+        dprobs = tile.products(own.w, g_i, FORM)
+        dprobs = dropped(dprobs, own.scores, key_i, key_j, FORM) - met.delta[None, :]
+        # Add dlse to the difference, which may be small: delta - dlse would be rounded as coarsely as delta.
+        dscores = weight * (dprobs + met.dlse[None, :] if TERMS.HAS_DLSE else dprobs)
+    elif TERMS.HAS_DLSE:
+        dscores = weight * met.dlse[None, :]
+    return acc, dscores
+
+
+@triton.jit
+def _query_terms(
+    dscores, own, met, scores, scores_ij, factor_j, weighted_delta_j,
+    MASKED: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr, SHARED: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    """Return the gradient of scores (BLOCK_J, BLOCK_I) with that of the owned rows as queries of the rows met."""
+    key_j, key_i = own.offs[:, None], met.offs[None, :]
+    if SHARED:
+        weight = factor_j
+    else:
+        weight = _probabilities(scores_ij, own.lse[:, None], scores, key_j, key_i, MASKED, FORM) * scores.call.scale
+    if FUSED:
+        dscores += tile.products(own.g, met.w, FORM) * weight - weighted_delta_j
+    elif TERMS.PRODUCTS:
+        dprobs = tile.products(own.g, met.w, FORM)
+        dprobs = dropped(dprobs, scores, key_j, key_i, FORM) - own.delta[:, None]
+        dscores += weight * (dprobs + own.dlse[:, None] if TERMS.HAS_DLSE else dprobs)
+    else:
+        dscores += weight * own.dlse[:, None]
+    return dscores
+
+
+@triton.jit
 def _add_tiles(
     acc, own, inputs, scores, start, stop,
     MASKED: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr, KEY: tl.constexpr = True, QUERY: tl.constexpr = True,
@@ -142,7 +206,6 @@ def _add_tiles(
     BLOCK_I: tl.constexpr = FORM.TAIL if MASKED else FORM.BLOCK
     SHARED: tl.constexpr = TERMS.DERIVED and not MASKED
     length, scale = scores.length, scores.call.scale
-    key_j = own.offs[:, None]
     factor_j = (shared_factor(own.lse) * scale)[:, None] if SHARED else 0.0
     # A difference and its weight in one multiply-add. It rounds the weighted delta, where a difference that cancels
     # would be exact: by 2^-24, and scores, which magnify it, are not beyond EXTENT here.
@@ -152,47 +215,18 @@ def _add_tiles(
     weighted_delta_j = factor_j * own.delta[:, None] if FUSED_OWN else 0.0
     for start_i in range(start, stop, BLOCK_I):
         offs_i = start_i + tl.arange(0, BLOCK_I)
-        key_i = offs_i[None, :]
         w_i = load_rows(inputs.w, offs_i, length, MASKED, FORM)  # (BLOCK_I, HEAD_DIM)
         l_i, delta_i, dlse_i = _load_numbers(inputs, offs_i, length, MASKED, SHARED, TERMS)  # (BLOCK_I,) each
+        met = MetRows(length=length, offs=offs_i, w=w_i, lse=l_i, delta=delta_i, dlse=dlse_i)
         scores_ij = signed_products(own.w, w_i, FORM)  # (BLOCK_J, BLOCK_I)
-        dscores = tl.zeros_like(scores_ij)  # (BLOCK_J, BLOCK_I), as are exps, probs and dprobs
-        if SHARED:
-            exps = tl.exp2(scores_ij * (scores.call.qk_scale * LOG2_E))
+        dscores = tl.zeros_like(scores_ij)
+        exps = tl.exp2(scores_ij * (scores.call.qk_scale * LOG2_E)) if SHARED else scores_ij
         if KEY:
-            if TERMS.SELECT:
-                probs = _selected(scores_ij, inputs, offs_i, own.scores, key_i, key_j, MASKED, FORM)
-            elif SHARED:
-                probs = exps * l_i[None, :]
-            else:
-                probs = _probabilities(scores_ij, l_i[None, :], own.scores, key_i, key_j, MASKED, FORM)
-            if TERMS.VALUES:
-                g_i = load_rows(inputs.g, offs_i, length, MASKED, FORM)  # (BLOCK_I, HEAD_DIM)
-                weights = dropped(probs, own.scores, key_i, key_j, FORM)
-                acc = tile.add_product(acc, weights.to(w_i[0].dtype), g_i, FORM)
-            weight = (l_i * scale)[None, :] if SHARED else probs * scale
-            if FUSED:
-                dscores = tile.products(own.w, g_i, FORM) * weight - weight * delta_i[None, :]
-            elif TERMS.PRODUCTS:
-                dprobs = tile.products(own.w, g_i, FORM)
-                dprobs = dropped(dprobs, own.scores, key_i, key_j, FORM) - delta_i[None, :]
-                # Add dlse to the difference, which may be small: delta - dlse would be rounded as coarsely as delta.
-                dscores = weight * (dprobs + dlse_i[None, :] if TERMS.HAS_DLSE else dprobs)
-            elif TERMS.HAS_DLSE:
-                dscores = weight * dlse_i[None, :]
+            acc, dscores = _key_terms(acc, own, met, inputs, scores_ij, exps, scale, MASKED, FORM, TERMS, SHARED, FUSED)
         if QUERY and TERMS.SCORES:
-            if SHARED:
-                weight = factor_j
-            else:
-                weight = _probabilities(scores_ij, own.lse[:, None], scores, key_j, key_i, MASKED, FORM) * scale
-            if FUSED_OWN:
-                dscores += tile.products(own.g, w_i, FORM) * weight - weighted_delta_j
-            elif TERMS.PRODUCTS:
-                dprobs = tile.products(own.g, w_i, FORM)
-                dprobs = dropped(dprobs, scores, key_j, key_i, FORM) - own.delta[:, None]
-                dscores += weight * (dprobs + own.dlse[:, None] if TERMS.HAS_DLSE else dprobs)
-            else:
-                dscores += weight * own.dlse[:, None]
+            dscores = _query_terms(
+                dscores, own, met, scores, scores_ij, factor_j, weighted_delta_j, MASKED, FORM, TERMS, SHARED, FUSED_OWN
+            )
         if TERMS.SCORES:
             acc = tile.add_product(acc, (exps * dscores if SHARED else dscores).to(w_i[0].dtype), w_i, FORM)
     return acc
