@@ -12,7 +12,7 @@ template <class S>
 CRATE_DEVICE void load_head(const HeadCall& call, int index, uint32_t stage) {
   const Head head(call, index);
   load_tokens<S>(call, head, call.w, stage);
-  load_tokens<S>(call, head, call.g, stage + S::kTokens);
+  load_tokens<S>(call, head, call.dout, stage + S::kTokens);
   if constexpr (S::kMasked) load_tokens<S>(call, head, call.w, stage + 2 * S::kTokens, head.keep(call));
 }
 

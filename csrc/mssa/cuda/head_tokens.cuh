@@ -13,7 +13,7 @@ struct HeadTokens {
 };
 
 struct HeadCall {
-  HeadTokens w, g, out, dw;
+  HeadTokens w, dout, out, dw;
   float* lse;                 // (batch, nheads, seqlen), packed (nheads, total); the forward writes it
   const float* dlse;          // the same; null: no gradient
   const uint8_t* keep;        // (batch, seqlen); null: every token is a key

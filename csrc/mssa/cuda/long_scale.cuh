@@ -26,10 +26,10 @@ __global__ void __launch_bounds__(kLongTile) long_range_kernel(const __grid_cons
     if (lse != -INFINITY) most = least = lse;
   }
   if constexpr (BackwardRange<T>::kHalf) {
-    const T* const g = head.first<const T>(call, call.g);
+    const T* const g = head.first<const T>(call, call.dout);
     for (int row = first + (id >> 3); row < min(first + kLongTile, head.length); row += kLongTile / 8) {
       for (int channel = 8 * chunk; channel < call.head_dim; channel += 64) {
-        const uint4 bits = *reinterpret_cast<const uint4*>(g + row * call.g.row + channel);
+        const uint4 bits = *reinterpret_cast<const uint4*>(g + row * call.dout.row + channel);
         const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
         unroll<4>([&](int i) {
           const float2 pair = unpack_pair<T>(pairs[i]);
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kLongTile) long_scale_kernel(const __grid_cons
     for (int i = id; i < 16 * DIM; i += kLongTile) sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
   const T* const w = head.first<const T>(call, call.w);
-  const T* const g = head.first<const T>(call, call.g);
+  const T* const g = head.first<const T>(call, call.dout);
   const T* const out = head.first<const T>(call, call.out);
   T* const scaled_g = head.first<T>(call, call.scaled);
   const uint8_t* const keep = head.keep(call);
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kLongTile) long_scale_kernel(const __grid_cons
         return *reinterpret_cast<const uint4*>(from + row * tokens.row + channel);
       };
       *reinterpret_cast<uint4*>(scaled_g + row * call.scaled.row + channel) =
-          scaled.add(of(g, call.g), of(out, call.out), of(w, call.w), inverse);
+          scaled.add(of(g, call.dout), of(out, call.out), of(w, call.w), inverse);
     }
     scaled.finish();
     const bool of_row = there && scaled.shows(call.scale, lse, is_key);

@@ -49,7 +49,7 @@ CRATE_DEVICE void backward_block(const Problem& call) {
   T *const own_w = reinterpret_cast<T*>(shared_memory()), *const own_g = own_w + rows * DIM;
   unsigned char* const stages = reinterpret_cast<unsigned char*>(own_g + rows * DIM);
   const View<const T> w = head.view<const T>(call, call.w);
-  const View<const T> g = head.view<const T>(call, call.g);
+  const View<const T> g = head.view<const T>(call, call.dout);
   const uint8_t* const mask = head.keep(call);
   // Derived again: read from `call`, they cost 9 registers on sm_80 in heads of 256 channels.
   const bool values = call.values, products = values && !call.select;

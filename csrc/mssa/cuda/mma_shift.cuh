@@ -75,7 +75,7 @@ CRATE_DEVICE void shift_rows(const Problem& call, float (&share)[2]) {
   const int row = (blockIdx.x % call.blocks * kShiftWarps + warp) * 16 + r;
   float upper[4] = {}, lower[4] = {};  // rows and columns 0 to 7; 8 to 15
   if (call.products) {
-    const View<const T> g = head.view<const T>(call, call.g);
+    const View<const T> g = head.view<const T>(call, call.dout);
     const View<const T> out = head.view<const T>(call, call.out);
     Rounding rounding;
     for (int c = 2 * t; c < call.access.head_dim + 2 * t; c += 16) {
@@ -109,7 +109,7 @@ CRATE_DEVICE void summed_shift_rows(const Problem& call, const bool (&wanted)[2]
   T *const own_w = reinterpret_cast<T*>(shared_memory()), *const own_g = own_w + kRows * DIM;
   T* const tile = own_g + kRows * DIM;
   const View<const T> w = head.view<const T>(call, call.w);
-  const View<const T> g = head.view<const T>(call, call.g);
+  const View<const T> g = head.view<const T>(call, call.dout);
   const uint8_t* const keep = head.keep(call);
   const uint64_t seed = seed_of(call);
   const int warp_row = threadIdx.x / kWarp * 16, row = first + warp_row;

@@ -59,7 +59,7 @@ CRATE_DEVICE OtherTokens itself(const Head& h, const uint8_t* keep) {
   return {0, 0, h.length, keep, h.row};
 }
 CRATE_DEVICE OtherTokens another_range(const Problem& c, const Head& h) {
-  const mssa::Range& r = c.others;
+  const mssa::Range& r = c.key_range;
   return {r.row_start, r.start, r.count,
           r.keep == nullptr ? nullptr : r.keep + static_cast<int64_t>(h.sequence) * r.count,
           (static_cast<int64_t>(h.sequence) * c.nheads + h.head) * r.count};
@@ -69,7 +69,7 @@ CRATE_DEVICE OtherTokens another_range(const Problem& c, const Head& h) {
 template <bool APART>
 CRATE_DEVICE Head head_of(const Problem& c, int index) {
   Head h(c, index);
-  if (APART) h.counter = static_cast<uint32_t>(h.sequence * c.others.nheads + c.others.first_head + h.head);
+  if (APART) h.counter = static_cast<uint32_t>(h.sequence * c.key_range.nheads + c.key_range.first_head + h.head);
   return h;
 }
 

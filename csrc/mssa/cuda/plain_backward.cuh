@@ -20,7 +20,7 @@ template <bool APART, class Tokens>
 CRATE_DEVICE Numbers numbers_of(const Problem& c, const Tokens& t, int row) {
   if (row >= t.length) return {INFINITY, 0.0f, 0.0f, 0.0f};
   const int64_t n = t.row + row;
-  if (APART) return {c.others.lse[n], 0.0f, c.others.delta[n], c.others.dlse[n]};
+  if (APART) return {c.key_range.lse[n], 0.0f, c.key_range.delta[n], c.key_range.dlse[n]};
   const float dlse = c.dlse != nullptr ? c.dlse[n] : 0.0f;
   if (c.select_level != nullptr) return {c.largest[n], 0.0f, 0.0f, dlse, c.select_level[n]};
   const float low = c.lse_residual == nullptr ? 0.0f : c.lse_residual[n];
@@ -43,9 +43,9 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
   if (start >= h.length) return;
   const uint8_t* const keep = h.keep(c);
   const OtherTokens others = APART ? another_range(c, h) : itself(h, keep);
-  const HeadRows own_w_at = rows_of(c, c.w, h), own_g_at = rows_of(c, c.g, h);
+  const HeadRows own_w_at = rows_of(c, c.w, h), own_g_at = rows_of(c, c.dout, h);
   const HeadRows w_at = APART ? rows_of(c, c.keys, h) : own_w_at;
-  const HeadRows g_at = APART ? rows_of(c, c.others.g, h) : own_g_at;
+  const HeadRows g_at = APART ? rows_of(c, c.key_range.dout, h) : own_g_at;
   const Thread t;
   // With more than one chunk, the memory of the owned rows is free once the scores are known.
   float* const second = CHUNKS > 1 ? own_w + t.warp_row * (kPitch - kWeightPitch) : weights;

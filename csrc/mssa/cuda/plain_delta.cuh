@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_delta_kernel(Problem c) {
   const int start = blockIdx.x % c.blocks * kOwned, row = start + static_cast<int>(threadIdx.x);
   if (start >= h.length) return;
   float delta = 0.0f, squares = 0.0f, most_g = 0.0f, most_out = 0.0f;
-  const HeadRows g_at = rows_of(c, c.g, h), out_at = rows_of(c, c.out, h);
+  const HeadRows g_at = rows_of(c, c.dout, h), out_at = rows_of(c, c.out, h);
   for (int chunk = 0; chunk * kChunk < c.access.head_dim; ++chunk) {
     __syncthreads();
     stage<kOwned>(c, g, g_at, start, h.length, chunk * kChunk);
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_measure_kernel(Problem c)
     return;
   }
   const uint8_t* const keep = h.keep(c);
-  const HeadRows w_at = rows_of(c, c.w, h), g_at = rows_of(c, c.g, h);
+  const HeadRows w_at = rows_of(c, c.w, h), g_at = rows_of(c, c.dout, h);
   const Span keys = keys_of(c.mask, {start, start + kOwned}, h.length);
   const int begin = keys.first / kTile * kTile;
   const int chunks = (c.access.head_dim + kChunk - 1) / kChunk;

@@ -30,7 +30,7 @@ struct View {
 
 // Another range of the rows' sequence, which they meet instead of themselves. Places count from the sequence's start.
 struct Range {
-  Rows g;                           // gradient of its out
+  Rows dout;                        // gradient of its out
   const float *lse, *delta, *dlse;  // (sequences, nheads, count)
   const uint8_t* keep;              // (sequences, count); null: every token is a key
   int count, start;                 // its tokens, and the place of the first
@@ -39,7 +39,7 @@ struct Range {
 };
 
 struct Problem {
-  Rows w, keys, out, g, dw;       // keys: w, or the cache that w was appended to; g: gradient of out
+  Rows w, keys, out, dout, dw;    // keys: w, or the cache that w was appended to; dout: gradient of out
   float* lse;                     // (sequences, nheads, seqlen), packed (nheads, total); null: not wanted
   float* delta;                   // scratch of lse's size
   float* lse_residual;            // the same: what rounding took from lse; null: not known
@@ -61,7 +61,7 @@ struct Problem {
   bool select;                    // phi = "threshold"
   bool values, products, scores;  // backward: has terms with g_i, with g_i.w_j, with a gradient of scores
   Dtype results;                  // of out and dw
-  Range others;                   // the range whose tokens are `keys`, if it is not the rows'
+  Range key_range;                // the range whose tokens are `keys`, if it is not the rows'
 };
 
 }  // namespace crate_kernels::mssa

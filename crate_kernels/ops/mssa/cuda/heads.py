@@ -122,7 +122,7 @@ def backward(
     bytes_ = shared_bytes(dim, rows, call.padded)
     assert bytes_ is not None
     parameters, left = hopper.parameters(hopper.HeadCall, w, call, lse)
-    parameters.g, parameters.out, parameters.dw = (
+    parameters.dout, parameters.out, parameters.dw = (
         hopper.tokens(dout, call),
         hopper.tokens(out, call),
         hopper.tokens(dw, call),

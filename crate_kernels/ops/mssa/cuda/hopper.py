@@ -53,7 +53,7 @@ class HeadCall(Record):
     cpp = "mssa::HeadCall"
     _fields_ = (
         ("w", HeadTokens),
-        ("g", HeadTokens),
+        ("dout", HeadTokens),
         ("out", HeadTokens),
         ("dw", HeadTokens),
         ("lse", POINTER),

@@ -133,7 +133,7 @@ def gradient(
     """
     parameters, left = hopper.parameters(LongCall, w, call, lse)
     scaled = w.new_empty(*lse.shape, w.shape[-1])  # (batch, heads, rows, channels), packed (heads, rows, channels)
-    parameters.g, parameters.out = hopper.tokens(dout, call), hopper.tokens(out, call)
+    parameters.dout, parameters.out = hopper.tokens(dout, call), hopper.tokens(out, call)
     parameters.dw = hopper.tokens(dw, call)
     parameters.scaled = hopper.tokens(scaled.transpose(0, 1) if call.packed else scaled, call)
     parameters.dlse = dlse

@@ -46,7 +46,7 @@ class MssaRange(Record):
 
     cpp = "mssa::Range"
     _fields_ = (
-        ("g", MssaRows),
+        ("dout", MssaRows),
         ("lse", POINTER),
         ("delta", POINTER),
         ("dlse", POINTER),
@@ -64,7 +64,7 @@ class MssaProblem(Record):
 
     cpp = "mssa::Problem"
     _fields_ = (
-        *((name, MssaRows) for name in ("w", "keys", "out", "g", "dw")),
+        *((name, MssaRows) for name in ("w", "keys", "out", "dout", "dw")),
         *((name, POINTER) for name in ("lse", "delta", "lse_residual", "largest", "select_level", "dlse")),
         *((name, POINTER) for name in ("keep", "cache_lengths", "cu_seqlens", "seed")),
         *((name, ctypes.c_int) for name in ("sequences", "nheads", "seqlen", "total", "capacity", "blocks", "groups")),
@@ -75,7 +75,7 @@ class MssaProblem(Record):
         ("mask", MssaMask),
         *((name, ctypes.c_bool) for name in ("select", "values", "products", "scores")),
         ("results", ctypes.c_int),
-        ("others", MssaRange),
+        ("key_range", MssaRange),
     )
 
 
@@ -169,7 +169,7 @@ def of_backward(
         out,
         lse,
         dw=rows_of(dw, packed),
-        g=rows_of(w if dout is None else dout, packed),
+        dout=rows_of(w if dout is None else dout, packed),
         dlse=dlse,
         delta=scratch[0],
         values=values,

@@ -18,7 +18,7 @@ def _between(
     """Return the fields of a problem of rows that meet columns; ``more`` are fields of their range."""
     seed = {"seed": call.seed, "dropout_p": call.dropout_p}
     attention = whole.MSSACall(scale=call.scale, causal=call.causal, **seed)
-    others = MssaRange(
+    key_range = MssaRange(
         keep=call.column_mask,
         count=columns.w.shape[2],
         start=call.column_start,
@@ -28,7 +28,7 @@ def _between(
         **more,
     )
     found = of_attention(rows.w, attention, out, lse, keys=rows_of(columns.w, False), results=DTYPES[torch.float32])
-    return {**found, "others": others}
+    return {**found, "key_range": key_range}
 
 
 def of_forward(
@@ -41,7 +41,7 @@ def of_forward(
 def of_delta(dout: Tensor, out: Tensor, delta: Tensor) -> dict[str, object]:
     """Return the fields of the problem of delta alone."""
     found = of_attention(dout, whole.MSSACall(), out, None)
-    return {**found, "g": found["w"], "delta": delta}
+    return {**found, "dout": found["w"], "delta": delta}
 
 
 def of_backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall, dw: Tensor) -> dict[str, object]:
@@ -50,7 +50,7 @@ def of_backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall, 
     lse, delta, dlse = (t.contiguous() for t in numbers)
     others_dout, *others = columns.gradients()
     others_lse, others_delta, others_dlse = (t.contiguous() for t in others)
-    more = {"g": rows_of(others_dout, False), "lse": others_lse, "delta": others_delta, "dlse": others_dlse}
+    more = {"dout": rows_of(others_dout, False), "lse": others_lse, "delta": others_delta, "dlse": others_dlse}
     found = _between(rows, columns, call, dw, lse, more)
     gradients = {"delta": delta, "dlse": dlse, "keep": call.row_mask, "values": True, "products": True, "scores": True}
-    return with_access({**found, "dw": found["out"], "g": rows_of(dout, False), **gradients})
+    return with_access({**found, "dw": found["out"], "dout": rows_of(dout, False), **gradients})
