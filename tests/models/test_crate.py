@@ -137,6 +137,11 @@ def test_residual(changes, kept, step):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+def test_a_gradient_step_alone_has_the_gamma_of_a_model():
+    (step,) = (m for m in build(attention="gradient", depth=1).modules() if isinstance(m, RateGradientStep))
+    assert RateGradientStep(24, 3, 8).gamma == step.gamma == 1.0
+
+
 def test_gradient_step_is_equation_9():
     torch.manual_seed(0)
     module, x = RateGradientStep(24, 3, 8, gamma=0.4).double(), torch.randn(2, 13, 24, dtype=torch.float64)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from crate_kernels import tssa
+from crate_kernels._cuda.launch import Shape
 from crate_kernels._triton import table, tune
 from crate_kernels._triton.table import LaunchRow
 from crate_kernels.cli.tune import judge
@@ -100,6 +101,20 @@ def test_a_gpu_that_holds_too_few_blocks_is_left_to_other_kernels(config, multip
     with taking(config):
         outputs_and_gradients(call(False, backend), halves(2, 3, 30, 16), temps(3))
     assert not any("persistent" in name for name in hopper())
+
+
+@pytest.mark.parametrize(
+    ("together", "groups", "exchanged", "counters"),
+    [(1, 3, 0, 0), (2, 2, 2 * 2 * 2 * 56, 2)],
+    ids=["alone", "together"],
+)
+def test_only_clusters_that_share_a_sequence_wait_for_each_other(together, groups, exchanged, counters, monkeypatch):
+    """Each tells twice as many numbers as a token has and heads are, in fours."""
+    monkeypatch.setattr(persistent.launch, "function", lambda *_: None)
+    sizes, gpu = SimpleNamespace(nsequences=3, width=50, nheads=3), SimpleNamespace(active_clusters=lambda *_: 5)
+    found = persistent.resident(sizes, None, None, Shape(0, 128, 1024, 2), torch.device("cpu"), gpu, together)
+    assert found.shape == Shape(groups * 2 * together, 128, 1024, 2, cooperative=together > 1)
+    assert (found.exchanged, found.counters) == (exchanged, counters)
 
 
 def test_a_gradient_that_is_expanded_is_left_to_other_kernels(hopper, backend):
