@@ -68,7 +68,7 @@ def test_running_sums_round_less_than_what_they_judge():
 
 
 @pytest.mark.skipif(not has_cpp(), reason="needs python -m crate_kernels build")
-@pytest.mark.parametrize("seed", [5000637, 772165], ids=["together", "channels-apart"])
+@pytest.mark.parametrize("seed", [5000307, 5000637, 772165], ids=["slice", "interleaved", "channels-apart"])
 def test_gradients_of_ones_are_limits_that_are_documented(seed, monkeypatch):
     call = draw(seed, "cpp")
     found = judge(call)

@@ -90,7 +90,7 @@ def test_gradients_of_samples_with_parameters_of_their_own(name, backend):
 def test_gradients_of_parameters_over_shared_tokens(name, backend):
     loss, tensors, places = losses(name, backend)
     if len(tensors) == 1:
-        pytest.skip("needs a parameter")
+        pytest.skip("needs an operator with a parameter beside its tokens")
     in_dims = (None, *(0 for _ in tensors[1:]))
     found = vmap(grad(loss, places), in_dims)(*given(tensors, in_dims))
     torch.testing.assert_close(found, one_by_one(loss, tensors, in_dims))

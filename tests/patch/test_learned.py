@@ -53,7 +53,7 @@ def test_backends_that_compose_the_step(backend):
 
 def test_a_kernel_is_refused_with_the_reason():
     if backends.unavailable_reason("ista", "cpp", torch.device("cpu")):
-        pytest.skip("needs the extension")
+        pytest.skip("needs the C++ extension: python -m crate_kernels build")
     report = patch(learn(FeedForward(), "lambd", (DIM,)), backend="cpp")
     assert report.replaced == {}
     assert "backend='cpp' takes numbers for step_size and lambd, and no bias" in report.left[""]
