@@ -33,6 +33,7 @@ from crate_kernels.ops.tssa import given
 from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.triton import quotients, tile
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, TokenSizes, run_causal
+from crate_kernels.ops.tssa.triton.members import softmax_over_heads, sum_over_channels
 from crate_kernels.ops.tssa.triton.scan import before_chunk, earlier_sums
 from crate_kernels.ops.tssa.triton.tile import Bias, CacheState, TokenNumbers
 
@@ -103,14 +104,14 @@ def _tssa_causal_fwd_kernel(
             running = earlier_sums(energy, counted * tile.SHIFT) + counted * tile.SHIFT
             energy = tile.pick(running, BLOCK_N - 1)
             ratio = quotients.quotient_of(squares, tile.floored(running, tile.CAUSAL_FLOOR * tile.SHIFT), DIMS)
-            similarity = tile.sum_over_channels(ratio, DIMS) * tile.SHIFT
+            similarity = sum_over_channels(ratio, DIMS) * tile.SHIFT
             if bias.ptr is not None:
                 # Only padded tokens, whose output nobody reads, are past the end.
                 at = tl.minimum(position + rows, bias_tokens - 1).to(tl.int64)[:, None] * bias.stride_s
                 there = (rows < last)[:, None] & (heads < DIMS.NHEADS)[None, :]
                 terms = tl.load(bias.ptr + at + heads.to(tl.int64)[None, :] * bias.stride_h, mask=there, other=0.0)
                 similarity += DIMS.HEAD_DIM * terms.to(similarity.dtype)
-            members = tile.softmax_over_heads(temp, similarity, rows < last, DIMS)
+            members = softmax_over_heads(temp, similarity, rows < last, DIMS)
             if mask_ptr is not None:
                 # Before the first kept token, out and every gradient vanish with the membership.
                 seen = before_keys[None, :] + (keys + tl.cumsum(keep, 0))[:, None] > 0

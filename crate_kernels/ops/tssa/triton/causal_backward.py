@@ -45,6 +45,7 @@ from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.triton import quotients, tile
 from crate_kernels.ops.tssa.triton.causal_bias import through_bias
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, TokenSizes, causal_tile, head_groups, power_of_two
+from crate_kernels.ops.tssa.triton.members import softmax_backward
 from crate_kernels.ops.tssa.triton.scan import (
     add_tokens,
     after_chunk,
@@ -265,7 +266,7 @@ def _tssa_causal_softmax_bwd_kernel(
     if dmembership_ptr is not None:
         dmembers += tile.load_rows(TokenNumbers(dmembership_ptr + rows_at, stride_ph), rows, seqlen, DIMS)
     members = tile.load_rows(TokenNumbers(membership_ptr + rows_at, stride_ph), rows, seqlen, DIMS)
-    tile.store_rows(dlogit_at, tile.softmax_backward(members, dmembers), rows, rows < seqlen, DIMS)
+    tile.store_rows(dlogit_at, softmax_backward(members, dmembers), rows, rows < seqlen, DIMS)
 
 
 def backward_causal(

@@ -37,6 +37,7 @@ from crate_kernels.ops.tssa import given
 from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.triton import quotients, tile
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, TokenSizes, run_full
+from crate_kernels.ops.tssa.triton.members import softmax_over_heads, sum_over_channels
 from crate_kernels.ops.tssa.triton.tables import FULL_FORWARD
 from crate_kernels.ops.tssa.triton.tile import TokenNumbers
 
@@ -109,8 +110,8 @@ def _tssa_fwd_kernel(
             w = tile.load_tokens(w_at, rows, last, DIMS)  # (BLOCK_N, BLOCK_H, BLOCK_D)
             squares = w * w
             ratio = quotients.ratio_of(squares, inverse[None, :, :], rest[None, :, :], DIMS)
-            similarity = tile.sum_over_channels(ratio, DIMS)
-            members = tile.softmax_over_heads(temp, similarity, rows < last, DIMS)
+            similarity = sum_over_channels(ratio, DIMS)
+            members = softmax_over_heads(temp, similarity, rows < last, DIMS)
             if mask_ptr is not None:
                 # Without a kept token, out and every gradient vanish with the membership.
                 members = tl.where(keys[None, :] > 0, members, 0.0)

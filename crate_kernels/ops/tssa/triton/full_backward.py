@@ -21,6 +21,7 @@ from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.triton import quotients, tile
 from crate_kernels.ops.tssa.triton.full import channel_gate
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, TokenSizes, run_full
+from crate_kernels.ops.tssa.triton.members import softmax_backward
 from crate_kernels.ops.tssa.triton.tables import FULL_BACKWARD
 from crate_kernels.ops.tssa.triton.tile import TokenNumbers
 
@@ -99,7 +100,7 @@ def _tssa_bwd_kernel(
             dmembers -= tile.load_rows(dgate_at, rows, last, DIMS)
             if dmembership_ptr is not None:
                 dmembers += tile.load_rows(TokenNumbers(dmembership_ptr + rows_at, stride_ph), rows, last, DIMS)
-            dlogit = tile.softmax_backward(tile.load_rows(membership_at, rows, last, DIMS), dmembers) * scale[None, :]
+            dlogit = softmax_backward(tile.load_rows(membership_at, rows, last, DIMS), dmembers) * scale[None, :]
             tile.store_rows(dlogit_at, dlogit, rows, rows < last, DIMS)
             if DIMS.WIDE:
                 squares = quotients.ratio_of(squares, inverse[None, :, :], rest[None, :, :], DIMS)

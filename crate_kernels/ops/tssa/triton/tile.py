@@ -1,7 +1,7 @@
-"""Loads, sums and the softmax of a tile: (BLOCK_N tokens, BLOCK_H heads, BLOCK_D channels).
+"""Places, loads and stores of a tile: (BLOCK_N tokens, BLOCK_H heads, BLOCK_D channels).
 
-A tile has every head of a token, for the softmax over heads; heads and channels are padded to powers of two.
-Padding is loaded as zero: beyond a tensor there are lanes, never bytes.
+A tile has every head of a token, for the softmax over heads (members.py). Heads and channels are padded to powers of
+two. Padding is loaded as zero: beyond a tensor there are lanes, never bytes.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -16,15 +16,12 @@ import triton
 import triton.language as tl
 
 from crate_kernels._triton.jit import keep_mask, sequence_bounds, uncovered
-from crate_kernels.ops.tssa.triton.quotients import reciprocal
 
 FULL_FLOOR = tl.constexpr(1e-24)
 CAUSAL_FLOOR = tl.constexpr(1e-12)
 MASS_FLOOR = tl.constexpr(1e-8)
 # A power of two that keeps reciprocals of sums normal: sums from 1e-12 to 3e38 times it are in [2^-80, 2^88].
 SHIFT = tl.constexpr(2.0**-40)
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 # Most tokens of a tile that a thread has all of. Only the interpreter has larger tiles in the causal form.
 APART = tl.constexpr(8)
 
@@ -351,56 +348,6 @@ def dropped(x, seed_ptr, drop_last, inverse_keep, index, rows, DIMS: tl.constexp
     row = rows[:, None, None] + heads_of(DIMS)[None, :, None] * 0
     keep = keep_mask(tl.load(seed_ptr), head, row, channels_of(DIMS)[None, None, :], drop_last)
     return tl.where(keep, x * inverse_keep, 0.0)
-
-
-@triton.jit
-def sum_over_channels(x, DIMS: tl.constexpr):
-    """Return the sums of a tile over its channels in the dtype of the logits.
-
-    Where that is float64, eight at a time are still added in float32: eight neighbours are in one thread, and threads
-    exchange one number per head. The few elements of one token, as in decoding, are float64 from the start: they would
-    go through shared memory to be grouped.
-    """
-    if not DIMS.WIDE:
-        return tl.sum(x, 2)
-    elif x.shape[0] == 1:
-        return tl.sum(x.to(tl.float64), 2)
-    else:
-        EIGHT: tl.constexpr = 8 if DIMS.BLOCK_D > 8 else DIMS.BLOCK_D
-        BLOCK_H: tl.constexpr = DIMS.BLOCK_H
-        x = tl.reshape(x, (x.shape[0], BLOCK_H, x.shape[2] // EIGHT, EIGHT))
-        return tl.sum(tl.sum(x, 3).to(tl.float64), 2)
-
-
-@triton.jit
-def softmax_over_heads(temp, similarity, there, DIMS: tl.constexpr):
-    """Return the membership of each token, (BLOCK_N, BLOCK_H), from temp and q of each head; 0 where no token is there.
-
-    Of float32 tokens, logits are float64 until the largest is taken away: a token that dominates its channels has q
-    near head_dim, and what tells its heads apart would be rounded off. 16-bit tokens have no such digits. log2(e) is in
-    the factor, so that an exponential is one instruction. Beyond the last token q is 0, and an infinite temp times 0 is
-    no number.
-    """
-    logits = (temp.to(similarity.dtype) * LOG2_E)[None, :] * similarity
-    logits = tl.where((heads_of(DIMS) < DIMS.NHEADS)[None, :], logits, -float("inf"))
-    power = logits - tl.max(logits, 1)[:, None]
-    weights = tl.exp2(power.to(tl.float32))
-    if DIMS.WIDE:
-        # What a power rounds off is a factor: of 80, a membership of 1e-24 would lose 4e-6, and be all of a moment.
-        finite = tl.where(power > -1000.0, power, 0.0)
-        weights *= 1.0 + LN_2 * (finite - finite.to(tl.float32)).to(tl.float32)
-    return tl.where(there[:, None], weights * reciprocal(tl.sum(weights, 1), DIMS)[:, None], 0.0)
-
-
-@triton.jit
-def softmax_backward(members, dmembers):
-    """Return the gradient of the logits, (BLOCK_N, BLOCK_H).
-
-    The mean is taken away twice. Where a head has nearly all of its token, the first difference is mostly the rounding
-    of two large numbers; the second sum is of small ones, and exact enough.
-    """
-    dmembers -= tl.sum(members * dmembers, 1)[:, None]
-    return members * (dmembers - tl.sum(members * dmembers, 1)[:, None])
 
 
 @triton.jit
