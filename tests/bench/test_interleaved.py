@@ -1,4 +1,4 @@
-"""Benchmarks beside the warm ones: providers in turn, bare products, busy machines, and their columns."""
+"""Benchmarks beside the warm ones: providers in turn, bare products, and their columns."""
 
 import functools
 
@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import tables
 from crate_kernels import models
-from crate_kernels.bench import floor, interleaved, networks, providers, threads
+from crate_kernels.bench import floor, interleaved, networks, providers
 from crate_kernels.bench.rows import BenchRow, Results
 from crate_kernels.nn import MSSA, CausalMSSA
 from crate_kernels.testing import Case, Timed
@@ -121,16 +121,29 @@ def test_products_of_a_step_are_three_times_those_of_a_linear_layer():
     assert (forward, step) == (2 * 8 * 16 * 32, 3 * 2 * 8 * 16 * 32)
 
 
+@pytest.mark.parametrize(("groups", "times"), [(1, 3), (2, 4)])  # PyTorch counts one of the two without its groups
+def test_products_of_a_step_are_three_times_those_of_a_convolution(groups, times):
+    layer = nn.Conv2d(4, 6, 3, stride=2, padding=1, dilation=2, groups=groups)
+    x = torch.randn(2, 4, 9, 9)
+    forward, step = (flops(floor.products(layer, lambda m: m(x), backward)) for backward in (False, True))
+    assert forward == flops(lambda: layer(x))
+    assert step == times * forward
+
+
+def test_a_layer_that_is_given_no_tensor_has_no_products():
+    class Named(nn.Linear):
+        def forward(self, *, x):
+            return super().forward(x)
+
+    x = torch.randn(3, 2)
+    work = floor.products(nn.ModuleList([Named(2, 2), nn.Linear(2, 2)]), lambda m: (m[0](x=x), m[1](x)), False)
+    assert flops(work) == 2 * 3 * 2 * 2
+
+
 def test_products_leave_no_hook():
     layer = nn.Linear(16, 32)
     floor.products(layer, lambda m: m(torch.randn(8, 16)), backward=False)
     assert not layer._forward_hooks
-
-
-def test_busy_processes_end():
-    with threads.crowded(2):
-        pass
-    assert {others for _, others in threads.situations().values()} >= {0}
 
 
 def model_rows(*names):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from crate_kernels import models
-from crate_kernels.bench import gate, networks
+from crate_kernels import models, nn
+from crate_kernels.bench import gate, networks, providers
 from tests.bench.test_measuring import CPU, timer
 
 
@@ -85,3 +85,28 @@ def test_a_network_beyond_its_budget_is_judged_by_the_median_draw(shares, passed
     shares[0] = 0.99
     assert networks._verdict(networks.NETWORKS[0], torch.nn.Identity(), torch.float32, CPU).share == 0.99
     assert drawn == [0, 1, 2, 3, 4, 0]
+
+
+def test_plain_forms_of_layers_are_the_layers():
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    for layer in (
+        nn.OvercompleteISTA(16, 4, step_size=0.2, lambd=0.01),
+        nn.ISTA(16, step_size=0.2, lambd=0.01),
+        nn.MSSA(16, 2, 8),
+        nn.CausalMSSA(16, 2),
+        nn.TSSA(16, 2),
+        nn.CausalTSSA(16, 2, 5),
+    ):
+        layer = layer.double().eval()
+        for parameter in layer.parameters():  # some start at zero
+            torch.nn.init.normal_(parameter, std=0.3)
+        plain = networks._Plain(layer, networks._FORMS[type(layer)])
+        torch.testing.assert_close(plain(x), layer(x), rtol=1e-10, atol=1e-10)
+        assert plain(x).abs().max() > 0.01
+
+
+def test_a_backend_that_cannot_run_is_named_with_its_reason():
+    assert providers.unavailable_reason("tssa", torch.float32, CPU, "composite") is None
+    assert "interpreter" in providers.unavailable_reason("tssa", torch.float32, CPU, "triton")
+    assert "takes torch.float32" in providers.unavailable_reason("tssa", torch.float64, CPU, "cpp")
