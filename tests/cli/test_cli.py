@@ -13,7 +13,7 @@ import torch
 import crate_kernels
 from crate_kernels import testing
 from crate_kernels._core import backends, measured
-from crate_kernels.cli import info, main
+from crate_kernels.cli import bench, info, main
 from crate_kernels.ops.ista import composite
 
 CASE = next(c for c in testing.cases("ista") if c.name == "few-tokens")
@@ -291,3 +291,17 @@ def test_plot_names_the_package_that_it_needs(tmp_path, monkeypatch, capsys):
     monkeypatch.delattr("crate_kernels.bench.drawing", raising=False)
     assert main(["plot", str(path)]) == 2
     assert capsys.readouterr().out.startswith("plot: needs ")
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_bench_without_a_file_to_write_prints_alone(wrong, tmp_path, monkeypatch, capsys, threads):
+    threads(1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench.load, "measure", lambda: bench.load.Load(2, 2.0))
+    facts = {"device": "a CPU", "processor": "of some make", "torch": "2", "product_flops": {}, "copy_bytes": 1e10}
+    monkeypatch.setattr(bench.rows, "machine", lambda device, dtypes: {**facts, "dtypes": dtypes})
+    bad = bench.BenchRow("tssa", "tssa", "small", "fp32", "forward", "composite", skipped="wrong: far off")
+    monkeypatch.setattr(bench, "_rows", lambda *_: [bad] * wrong)
+    assert main(["bench", "--quick", "--device", "cpu"]) == wrong
+    assert (f"bench: {bad.key} is wrong: far off" in capsys.readouterr().out) == wrong
+    assert list(tmp_path.iterdir()) == []

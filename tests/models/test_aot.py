@@ -255,6 +255,15 @@ def test_vision_has_crates_stem():
     assert not any("norm" in name for name in aot.state_dict())
 
 
+def test_a_cache_without_tokens_may_be_truncated():
+    cache = KeyValueCache(5)
+    cache.truncate(2)
+    assert (cache.max_seqlen, cache.lengths, cache.keys) == (5, None, None)
+    MHSA(24, 3)(torch.randn(2, 3, 24), cache=cache)
+    cache.truncate(2)
+    assert cache.lengths.tolist() == [2, 2]
+
+
 BAD = {
     "heads": (lambda: build("lm", n_head=5), ValueError, "AoTLM: n_embd must be a multiple of n_head = 5, got 24"),
     "depth": (lambda: build("vision", depth=0), ValueError, "AoTVision: depth must be >= 1, got 0"),

@@ -149,6 +149,11 @@ BAD = {
     "signal": (lambda: Fourier1D(*OPTIONS, 3, 4), ValueError, r"dimensions must be \(channels, timesteps\), got 4"),
     "image": (lambda: Fourier2D(*OPTIONS, 3, (2, 3)), ValueError, r"\(channels, height, width\), got \(2, 3\)"),
     "rates": (lambda: mcr2(*samples((4,)), 0), ValueError, "mcr2: eps must be > 0, got 0"),
+    "subspace-empty": (
+        lambda: NearestSubspace().fit(torch.ones(2, 4), torch.tensor([0, 2])),
+        ValueError,
+        "NearestSubspace: y must hold every class, got none of 1",
+    ),
     "unfitted": (lambda: NearestSubspace().predict(torch.ones(1, 2)), RuntimeError, "fit must come before predict"),
     "tau": (lambda: network().update(*samples((4,)), tau="1"), TypeError, "ReduNet: tau must be a number, got str"),
 }

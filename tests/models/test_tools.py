@@ -6,8 +6,9 @@ import torch.ao.nn.quantized.dynamic as dynamic
 from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from crate_kernels.models.aot import MHSA
 from crate_kernels.models.crate import CRATE, CRATEConfig
-from crate_kernels.nn import ISTA, TSSA, OvercompleteISTA
+from crate_kernels.nn import ISTA, TSSA, CausalMSSA, CausalTSSA, OvercompleteISTA
 from tests.models.families import FAMILIES, build, drawn, inputs, output
 
 VISION = ("crate", "crate_alpha", "crate_mae_encoder", "tost", "aot_vision")
@@ -42,18 +43,30 @@ def test_a_graph_of_fx_computes_and_learns_the_same(family):
     assert any(kind.__module__.startswith("crate_kernels.") for kind in kinds)
 
 
-def test_arguments_of_a_leaf_are_kept():
+ATTENTIONS = {
+    "mssa": (lambda: build("crate").transformer.layers[0][0].fn, {"return_key": True}),
+    "tssa": (lambda: TSSA(24, 3), {}),
+    "causal-mssa": (lambda: CausalMSSA(24, 3), {}),
+    "causal-tssa": (lambda: CausalTSSA(24, 3, 5), {}),
+    "mhsa": (lambda: MHSA(24, 3), {}),
+}
+
+
+@pytest.mark.parametrize(("make", "options"), ATTENTIONS.values(), ids=ATTENTIONS)
+def test_arguments_of_a_leaf_are_kept(make, options):
     class Masked(nn.Module):
         def __init__(self):
             super().__init__()
-            self.attention = build("crate").transformer.layers[0][0].fn
+            self.attention = drawn(make())
 
         def forward(self, x, keep):
-            return self.attention(x, key_padding_mask=keep), self.attention(x, return_key=True)
+            return self.attention(x, key_padding_mask=keep), self.attention(x, **options)
 
     masked, x = Masked().eval(), torch.randn(2, 5, 24)
     keep = torch.tensor([[True, True, True, False, False], [True] * 5])
-    torch.testing.assert_close(fx.symbolic_trace(masked)(x, keep), masked(x, keep), rtol=0, atol=0)
+    traced = fx.symbolic_trace(masked)
+    assert {node.op for node in traced.graph.nodes} == {"placeholder", "call_module", "output"}
+    torch.testing.assert_close(traced(x, keep), masked(x, keep), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("family", ["crate_mae", "crate_lm", "tost_lm", "aot_lm", "aot_regression"])
@@ -66,6 +79,9 @@ def test_a_model_that_fx_cannot_trace_says_what_to_do(family):
 
 LEAVES = {
     "attention": lambda: TSSA(24, 3),
+    "causal": lambda: CausalMSSA(24, 3),
+    "causal-statistics": lambda: CausalTSSA(24, 3, 5),
+    "softmax": lambda: MHSA(24, 3),
     "step": lambda: ISTA(24),
     "map": lambda: OvercompleteISTA(24, 48, data_format="channels_first"),
 }

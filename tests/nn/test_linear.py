@@ -80,6 +80,18 @@ def test_flops_are_those_of_nn_linear(taken):
     assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize(("need_dx", "need_dweight"), [(True, True), (True, False), (False, True), (False, False)])
+def test_flops_of_the_op_are_those_of_its_products(need_dx, need_dweight):
+    ops, x, weight = torch.ops.crate_kernels, torch.ones(2, 5, IN), torch.ones(OUT, IN)
+    dy = torch.ones(2, 5, OUT)
+    with FlopCounterMode(display=False) as forward:
+        ops.linear_fwd(x, weight, None)
+    with FlopCounterMode(display=False) as backward:
+        ops.linear_bwd(dy, x, weight, need_dx, need_dweight, True)
+    product = 2 * 2 * 5 * IN * OUT
+    assert (forward.get_total_flops(), backward.get_total_flops()) == (product, (need_dx + need_dweight) * product)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [(3, IN + 1), (), (3, IN)], ids=["width", "scalar", "bias-in-float64"])
 def test_errors_are_those_of_nn_linear(taken, shape, dtype):

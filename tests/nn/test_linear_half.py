@@ -84,6 +84,24 @@ def test_the_family_of_a_processor(said, family, monkeypatch):
     assert products._is_made_by("AuthenticAMD") == (family > 0)
 
 
+def test_where_linux_says_nothing_python_is_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(products, "Path", lambda path: tmp_path / "none")
+    monkeypatch.setattr(products.platform, "processor", lambda: "AMD64 Family 26, AuthenticAMD")
+    assert products._processor.__wrapped__() == "AMD64 Family 26, AuthenticAMD"
+
+
+@pytest.mark.parametrize("bfloat16", [True, False])
+@pytest.mark.parametrize("float16", [True, False])
+@pytest.mark.parametrize("onednn", [True, False])
+def test_dtypes_that_are_multiplied_number_by_number(onednn, bfloat16, float16, monkeypatch):
+    monkeypatch.setattr(products, "_HAS_ONEDNN", onednn)
+    monkeypatch.setattr(products, "_is_made_by", lambda vendor: False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: bfloat16)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: float16)
+    fast = {torch.bfloat16: onednn and bfloat16, torch.float16: onednn and float16}
+    assert products._fallbacks() == {dtype: products.NUMBER_BY_NUMBER for dtype in fast if not fast[dtype]}
+
+
 VENDORS = {"intel": "GenuineIntel", "amd": "AuthenticAMD"}
 
 

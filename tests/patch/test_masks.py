@@ -2,11 +2,13 @@
 
 # pyright: reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from crate_kernels._patch import forms
+from crate_kernels._patch import api, forms, masks
 from crate_kernels._patch.api import patch
 from tests.patch.published import DIM, HEADS, Attention, VisionTSSA, assert_close, heads_first, heads_last, tokens
 
@@ -246,3 +248,16 @@ def test_a_mask_that_is_ignored_stays_ignored():
     expected = model(x)
     patch(model)
     torch.testing.assert_close(model(x, mask=KEPT), expected)
+
+
+class Builtin(nn.Module):
+    forward = torch.relu  # has no signature
+
+
+def test_a_forward_without_a_signature_has_no_argument_to_read():
+    assert masks.argument(Builtin()) is None
+    form = SimpleNamespace(mask=None)
+    read, x = api._argument_reader(Builtin.forward, form), tokens()
+    assert read((x,), {})[0] is x
+    assert read((x, x), {}) == (None, None)
+    assert read((), {"input": x}) == (None, None)
