@@ -1,5 +1,6 @@
-// A product with an addend by cuBLASLt: out = base + scale * left @ right, rounded once. PyTorch's own products copy
-// the addend into the result first. The library is the one that PyTorch has loaded; what it chose for a shape is kept.
+// A product by cuBLASLt: out = base + scale * left @ right, zero where a gate is closed, rounded once. PyTorch's own
+// products copy the addend into the result first, and have no gate. The library is the one that PyTorch has loaded;
+// what it chose for a shape is kept.
 #include <dlfcn.h>
 
 #include <array>
@@ -35,7 +36,9 @@ struct LtHeuristic {
   int reserved[4];
 };
 static_assert(sizeof(LtHeuristic) == 96, "as cublasLtMatmulHeuristicResult_t");
-enum : int { kFloat = 0, kHalf = 2, kBfloat16 = 14, kCompute = 68, kTransposeFirst = 3 };
+enum : int { kFloat = 0, kHalf = 2, kBfloat16 = 14, kCompute = 68 };
+enum : int { kTransposeFirst = 3, kEpilogue = 7, kGateBits = 11, kGateWidth = 12 };
+constexpr int kGated = 136;  // an epilogue: the derivative of ReLU, whose bits a gate has
 enum : int { kMostWorkspace = 1, kReductions = 3, kFirstAlignment = 5, kLastAlignment = 8 };
 
 struct LtLibrary {
@@ -84,13 +87,16 @@ std::optional<LtLibrary> loaded() {
 
 constexpr size_t kMostBytes = size_t{32} << 20;  // of workspace
 constexpr size_t kMostShapes = 1024;
+constexpr int64_t kWholeBits = 128;  // a gate's rows are whole 16 bytes
+
+using LtKey = std::array<int64_t, 8>;
 
 struct LtProblem {
   int64_t rows, columns, inner;
   int type, device;
-  bool transposed;
+  bool transposed, added, gated;
 
-  std::array<int64_t, 6> key() const { return {rows, columns, inner, type, device, transposed}; }
+  LtKey key() const { return {rows, columns, inner, type, device, transposed, added, gated}; }
 };
 
 // What is made for a problem once; the process keeps it. `refusal` says why there is no algorithm.
@@ -104,7 +110,7 @@ struct LtProduct {
 std::mutex mutex;  // of all below
 std::optional<std::optional<LtLibrary>> library;
 std::map<int, void*> handles;
-std::map<std::array<int64_t, 6>, LtProduct> made;
+std::map<LtKey, LtProduct> made;
 
 const std::optional<LtLibrary>& lt() {
   if (!library) library = loaded();
@@ -125,15 +131,25 @@ bool is_in_memory(const Tensor& t) {
   return reach_of(2, sizes, strides, offset, dtype) <= bytes;
 }
 
+bool are_together(const Tensor& one, const Tensor& other) {
+  return one.get_device() == other.get_device() && one.is_cpu() == other.is_cpu();
+}
+
+bool is_aligned(const Tensor& t) {
+  return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
+}
+
 // Says why a product is none for the library, or describes it.
-std::string describe(const Tensor& left, const Tensor& right, const Tensor& base, const Tensor& out, LtProblem& p) {
+std::string describe(const Tensor& left, const Tensor& right, const std::optional<Tensor>& added, const Tensor& out,
+                     bool gated, LtProblem& p) {
+  const Tensor& base = added ? *added : out;
   for (const Tensor* t : {&left, &right, &base, &out}) {
     if (!t->is_cpu() && !t->is_cuda()) return "tensors must be on a CUDA device";
     if (t->dim() != 2) return "tensors must have two dimensions";
     if (!is_in_memory(*t)) return "tensors must be in memory: one was freed or cut";
     if (t->scalar_type() != left.scalar_type()) return "tensors must have one dtype";
-    if (t->get_device() != left.get_device() || t->is_cpu() != left.is_cpu()) return "tensors must be on one device";
-    if (reinterpret_cast<uintptr_t>(t->data_ptr()) % 16 != 0) return "tensors must begin at multiples of 16 bytes";
+    if (!are_together(*t, left)) return "tensors must be on one device";
+    if (!is_aligned(*t)) return "tensors must begin at multiples of 16 bytes";
   }
   const ScalarType dtype = left.scalar_type();
   if (dtype != ScalarType::BFloat16 && dtype != ScalarType::Half) return "tensors must have 16 bits";
@@ -142,13 +158,16 @@ std::string describe(const Tensor& left, const Tensor& right, const Tensor& base
        left.size(1),
        dtype == ScalarType::Half ? kHalf : kBfloat16,
        static_cast<int>(left.get_device()),
-       !is_by_rows(right)};
+       !is_by_rows(right),
+       added.has_value(),
+       gated};
   if (right.size(0) != p.inner || base.size(0) != p.rows || out.size(0) != p.rows || base.size(1) != p.columns ||
       out.size(1) != p.columns) {
     return "sizes must agree";
   }
   if (p.rows == 0 || p.columns == 0 || p.inner == 0) return "tensors must have elements";
   if (p.columns % 8 != 0 || p.inner % 8 != 0) return "rows must be whole 16 bytes";
+  if (gated && p.columns % kWholeBits != 0) return "a gate must have rows of whole 128 numbers";
   const bool right_by_columns = right.stride(0) == 1 && right.stride(1) == p.inner;
   if (!is_by_rows(left) || !is_by_rows(base) || !is_by_rows(out) || (p.transposed && !right_by_columns)) {
     return "tensors must be contiguous";
@@ -166,6 +185,14 @@ LtProduct make(const LtLibrary& lt, void* handle, const LtProblem& p) {
                lt.layout(&m.right, p.type, first, second, first) == 0 &&
                lt.layout(&m.left, p.type, p.inner, p.rows, p.inner) == 0 &&
                lt.layout(&m.out, p.type, p.columns, p.rows, p.columns) == 0 && lt.preference(&preference) == 0;
+  if (p.gated) {
+    const int gated = kGated;
+    // Its bits are known when it is multiplied; an algorithm depends on how they are aligned, not on where they are.
+    const void* const somewhere = reinterpret_cast<const void*>(uintptr_t{4096});
+    right = right && lt.set_operation(m.operation, kEpilogue, &gated, sizeof(gated)) == 0 &&
+            lt.set_operation(m.operation, kGateWidth, &p.columns, sizeof(p.columns)) == 0 &&
+            lt.set_operation(m.operation, kGateBits, &somewhere, sizeof(somewhere)) == 0;
+  }
   // No sums in parts: they would be added in another order, or rounded in between.
   const uint32_t alignment = 16, none = 0;
   right = right && lt.set_preference(preference, kMostWorkspace, &kMostBytes, sizeof(kMostBytes)) == 0 &&
@@ -178,7 +205,7 @@ LtProduct make(const LtLibrary& lt, void* handle, const LtProblem& p) {
   right = right && lt.heuristic(handle, m.operation, m.right, m.left, m.out, m.out, preference, 1, &found, &count) == 0;
   if (!right || count < 1 || found.state != 0) {
     m.refusal = "it has no algorithm for (" + std::to_string(p.rows) + ", " + std::to_string(p.inner) + ") @ (" +
-                std::to_string(p.inner) + ", " + std::to_string(p.columns) + ")";
+                std::to_string(p.inner) + ", " + std::to_string(p.columns) + ")" + (p.gated ? " with a gate" : "");
   }
   m.algorithm = found.algorithm;
   m.workspace = found.workspace;
@@ -238,9 +265,9 @@ void* stream_of(int device) {
 }
 
 // Says why the library does not serve a product; nothing if it does.
-std::string refusal(Tensor left, Tensor right, Tensor base, Tensor out) {
+std::string refusal(Tensor left, Tensor right, std::optional<Tensor> base, Tensor out, bool gated) {
   LtProblem p;
-  std::string reason = describe(left, right, base, out, p);
+  std::string reason = describe(left, right, base, out, gated, p);
   if (reason.empty()) {
     const LtDevice on(p.device);
     const std::lock_guard<std::mutex> lock(mutex);
@@ -249,23 +276,36 @@ std::string refusal(Tensor left, Tensor right, Tensor base, Tensor out) {
   return reason;
 }
 
-void product(Tensor left, Tensor right, Tensor base, Tensor workspace, double scale, Tensor out) {
+// A gate has a bit of each number of out, the lowest first: where it is 0, out is.
+void product(Tensor left, Tensor right, std::optional<Tensor> base, std::optional<Tensor> gate, Tensor workspace,
+             double scale, Tensor out) {
   LtProblem p;
-  std::string reason = describe(left, right, base, out, p);
+  std::string reason = describe(left, right, base, out, gate.has_value(), p);
   STD_TORCH_CHECK(reason.empty(), "lt_product: ", reason);
   const LtDevice on(p.device);
   const std::lock_guard<std::mutex> lock(mutex);
   const std::optional<LtLibrary>& functions = lt();
   const LtProduct* const m = prepare(functions, p, reason);
   STD_TORCH_CHECK(m != nullptr, "lt_product: ", reason);
+  const auto are_bytes = [&](const Tensor& t) {
+    return are_together(t, left) && t.scalar_type() == ScalarType::Byte && t.is_contiguous();
+  };
   const size_t bytes = static_cast<size_t>(workspace.numel());
-  STD_TORCH_CHECK(workspace.get_device() == left.get_device() && workspace.is_cpu() == left.is_cpu() &&
-                      workspace.scalar_type() == ScalarType::Byte && bytes >= m->workspace && workspace.is_contiguous(),
-                  "lt_product: workspace must be ", m->workspace, " bytes on the tensors' device");
-  const float alpha = static_cast<float>(scale), beta = 1.0f;
+  STD_TORCH_CHECK(are_bytes(workspace) && bytes >= m->workspace, "lt_product: workspace must be ", m->workspace,
+                  " bytes on the tensors' device");
+  if (gate) {
+    const int64_t bits = out.numel() / 8;
+    STD_TORCH_CHECK(are_bytes(*gate) && gate->numel() == bits && is_aligned(*gate), "lt_product: gate must be ", bits,
+                    " bytes on the tensors' device, from a multiple of 16");
+    const void* const where = gate->data_ptr();
+    STD_TORCH_CHECK(functions->set_operation(m->operation, kGateBits, &where, sizeof(where)) == 0,
+                    "lt_product: cuBLASLt does not take the gate");
+  }
+  const float alpha = static_cast<float>(scale), beta = p.added ? 1.0f : 0.0f;
+  const void* const added = p.added ? base->data_ptr() : out.data_ptr();  // which is not read
   const int status = functions->multiply(handles[p.device], m->operation, &alpha, right.data_ptr(), m->right,
-                                         left.data_ptr(), m->left, &beta, base.data_ptr(), m->out, out.data_ptr(),
-                                         m->out, &m->algorithm, workspace.data_ptr(), bytes, stream_of(p.device));
+                                         left.data_ptr(), m->left, &beta, added, m->out, out.data_ptr(), m->out,
+                                         &m->algorithm, workspace.data_ptr(), bytes, stream_of(p.device));
   STD_TORCH_CHECK(status == 0, "lt_product: cuBLASLt failed with status ", status);
 }
 
@@ -283,8 +323,10 @@ void drive_by(std::string path) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
-  m.def("lt_refusal(Tensor left, Tensor right, Tensor base, Tensor out) -> str");
-  m.def("lt_product(Tensor left, Tensor right, Tensor base, Tensor(b!) workspace, float scale, Tensor(a!) out) -> ()");
+  m.def("lt_refusal(Tensor left, Tensor right, Tensor? base, Tensor out, bool gated) -> str");
+  m.def(
+      "lt_product(Tensor left, Tensor right, Tensor? base, Tensor? gate, Tensor(b!) workspace, float scale, "
+      "Tensor(a!) out) -> ()");
   m.def("lt_drive_by(str path) -> ()");
 }
 

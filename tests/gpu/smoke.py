@@ -1,9 +1,9 @@
 """The first minutes on a GPU: ``python -m tests.gpu.smoke --out FOLDER --seconds S --workers N``.
 
 Items: the machine; the kernels of sm_90a in bf16; every form of every operator once in bf16 against float64, on each
-kernel backend; generation by a captured step; persistent products, and cuBLASLt's; calls for which None takes what was
-timed to be the fastest; the kernels of sm_90a in fp16; the assembler's warnings (C75xx) of the main Triton kernels;
-and, where compute-sanitizer is, small calls under it.
+kernel backend; generation by a captured step; persistent products, and cuBLASLt's, a step of which is timed beside what
+the tables have; calls for which None takes what was timed to be the fastest; the kernels of sm_90a in fp16; the
+assembler's warnings (C75xx) of the main Triton kernels; and, where compute-sanitizer is, small calls under it.
 """
 
 import argparse
@@ -15,14 +15,17 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 
+import crate_kernels
 from crate_kernels import models, testing
 from crate_kernels._core import backends, measured
 from crate_kernels._triton import launch
+from crate_kernels.bench import clock
 from tests.gpu import lines, processes
 from tests.gpu.suite import usable
 from tests.ops.mssa import heads
@@ -149,17 +152,43 @@ def stream(name, device="cuda"):
         return check(testing.Case(op, f"stream-{name}", shape, options), "triton", dtype, device)
 
 
-def addend(name):
-    """Hold a step whose products with an addend are cuBLASLt's, which no table takes, to the error budget."""
+@contextmanager
+def cublaslt(taken=1):
+    """Let every product that cuBLASLt serves be its, which no table takes, or none."""
     from crate_kernels._triton.table import forced
     from crate_kernels.ops.ista import lt
     from crate_kernels.ops.ista.triton import tables
 
-    op, shape, options = STREAMS[name]
-    with forced(tables.ADDEND, {"LT": 1}):
-        found = check(testing.Case(op, f"addend-{name}", shape, options), "triton", torch.bfloat16, "cuda")
+    with forced(tables.LINEAR, {"LT": taken}), forced(tables.GATED, {"LT": taken}):
+        yield
     if lt._said:
         raise AssertionError(f"cuBLASLt did not multiply: {lt._said}")
+
+
+def by_lt(name, dtype, device="cuda"):
+    """Hold a step by cuBLASLt's products to the error budget."""
+    op, shape, options = STREAMS[name]
+    with cublaslt():
+        return check(testing.Case(op, f"lt-{name}", shape, options), "triton", dtype, device)
+
+
+def beside_lt(shape=(25216, 768, 3072), device="cuda"):
+    """Time a training step of ista_overcomplete as the tables have it and by cuBLASLt, in ms; capture the latter."""
+    tokens, *sizes = shape
+    x, dout = (torch.randn(tokens, sizes[0], device=device).bfloat16() for _ in range(2))
+    given = [x, *(torch.randn(sizes, device=device).bfloat16() * sizes[0] ** -0.5 for _ in range(2))]
+
+    def step():
+        out = crate_kernels.ista_overcomplete(*(t.requires_grad_() for t in given), backend="triton")
+        return torch.autograd.grad(out, given, dout)
+
+    found = {}
+    for name, taken in (("tables", 0), ("cublaslt", 1)):
+        with cublaslt(taken):
+            milliseconds = [1e3 * clock.once(step, tuple, torch.device(device)) for _ in range(12)]
+            found[name] = round(min(milliseconds[2:]), 3)
+            if taken and device == "cuda" and clock._capture_graph(step, tuple, torch.device(device)) is None:
+                raise AssertionError("a step by cuBLASLt cannot be captured in a CUDA graph")
     return found
 
 
@@ -229,7 +258,9 @@ def items(dry_run):
             found[f"{backend} {case}"] = lambda case=case, backend=backend: check(case, backend, torch.bfloat16, "cuda")
     found |= {f"generation {name}": partial(generation, name) for name in TEXTS}
     found |= {f"stream {name}": partial(stream, name) for name in STREAMS}
-    found |= {f"addend {name}": partial(addend, name) for name in STREAMS}
+    for dtype in (torch.bfloat16, torch.float16):
+        found |= {f"lt {name} {dtype}".replace("torch.", ""): partial(by_lt, name, dtype) for name in STREAMS}
+    found["lt beside"] = beside_lt
     found |= {
         f"none {case}": lambda case=case, dtype=dtype: check(case, None, dtype, "cuda") for case, dtype in classes()
     }

@@ -1,6 +1,7 @@
-"""Products with an addend by cuBLASLt, which reads the addend where it is: PyTorch's own product copies it first.
+"""Products with an addend or a gate by cuBLASLt, which reads both where they are: PyTorch's own copies an addend first.
 
-csrc/common/lt.cpp calls the library that PyTorch has loaded. Its epilogues with a ReLU turn NaN into 0: none is taken.
+csrc/common/lt.cpp calls the library that PyTorch has loaded. Its epilogues with a ReLU turn NaN into 0: none is taken,
+so that a product with a threshold is never its. The derivative of ReLU, by a bit of each number, keeps NaN.
 """
 
 from __future__ import annotations
@@ -17,21 +18,23 @@ _WORKSPACE = 32 << 20  # bytes that an algorithm may use: csrc/common/lt.cpp ask
 _said: set[str] = set()
 
 
-def serves(left: Tensor, right: Tensor, base: Tensor, out: Tensor) -> bool:
+def serves(left: Tensor, right: Tensor, base: Tensor | None, out: Tensor, gated: bool = False) -> bool:
     """Return whether the library multiplies these; where it does not, say why, once."""
     if left.device.type == "meta" or left.dtype == torch.float32:
         return False
     reason = extension.MISSING
     if reason is None:
         with recording.unseen():
-            reason = extension.library().lt_refusal(left, right, base, out)
+            reason = extension.library().lt_refusal(left, right, base, out, gated)
     if reason and reason not in _said:
         _said.add(reason)
         warnings.warn(f"ista: cuBLASLt does not multiply, PyTorch or Triton does: {reason}", stacklevel=2)
     return not reason
 
 
-def product(left: Tensor, right: Tensor, base: Tensor, scale: float, out: Tensor) -> None:
-    """Write base + scale * left @ right to ``out``."""
+def product(
+    left: Tensor, right: Tensor, base: Tensor | None, scale: float, out: Tensor, gate: Tensor | None = None
+) -> None:
+    """Write base + scale * left @ right to ``out``; 0 where a bit of ``gate``, one for each number, is 0."""
     workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=out.device)
-    extension.library().lt_product(left, right, base, workspace, scale, out)
+    extension.library().lt_product(left, right, base, gate, workspace, scale, out)

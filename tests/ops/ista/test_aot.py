@@ -8,7 +8,7 @@ from tests.tools.aot import harness
 harness.needs_compiler()
 
 from crate_kernels._triton.table import forced  # noqa: E402
-from crate_kernels.ops.ista.triton import tables  # noqa: E402
+from crate_kernels.ops.ista.triton import bits, tables  # noqa: E402
 from crate_kernels.ops.ista.triton.product import Epilogue, product  # noqa: E402
 from tests.cuda import compilers, resources  # noqa: E402
 from tests.ops.ista.aot import HALF, SINGLE, step  # noqa: E402  # only where Triton compiles
@@ -88,6 +88,16 @@ def test_the_update_moves_16_bytes_of_a_thread_at_once(call):
     launches = [one for one in harness.launches(call, "sm_90") if one.function.__name__ == "_ista_update_kernel"]
     assert launches
     assert {access.opcode for each in launches for access in wide.accesses(each, "sm_90")} == {"LDG.E.128", "STG.E.128"}
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_bits_are_read_by_16_bytes_of_a_thread_and_written_by_4(target):
+    gate = torch.empty(25216, 3072, dtype=HALF, device="meta")
+    (launch,) = harness.launches(lambda: bits.packed(gate), target)
+    kernel = harness.compile_launch(launch, target)
+    assert (kernel.name, kernel.stack) == ("_ista_bits_kernel", 0)
+    opcodes = [access.opcode for access in wide.accesses(launch, target)]
+    assert sorted(opcodes) == 4 * ["LDG.E.128"] + ["STG.E"]
 
 
 @pytest.mark.parametrize("capability", [80, 90])

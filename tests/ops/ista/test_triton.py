@@ -52,6 +52,18 @@ def expected(left, right, base=None, gated=None, gate=None, scale=1.0, threshold
 
 @EACH
 @FLOATS
+@pytest.mark.parametrize("rows", [1, 5, 33])
+def test_a_bit_says_whether_a_number_is_not_zero(rows, dtype, backend, device):
+    from crate_kernels.ops.ista.triton import bits
+
+    gate = randn(rows, 128, dtype=dtype, device=device).relu()
+    gate[0, :4] = torch.tensor([torch.nan, -0.0, torch.inf, -1.0])
+    each = bits.packed(gate)[:, None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1
+    assert torch.equal(each.view(rows, 128), (gate != 0).to(torch.uint8))
+
+
+@EACH
+@FLOATS
 @LIBRARY
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("options", EPILOGUES.values(), ids=EPILOGUES)

@@ -1,4 +1,4 @@
-"""A stand-in for cuBLASLt, on CPU tensors of bfloat16: compiled once, and taken by csrc/common/lt.cpp meanwhile."""
+"""A stand-in for cuBLASLt, on CPU tensors of 16 bits: compiled once, and taken by csrc/common/lt.cpp meanwhile."""
 
 import ctypes
 import subprocess
@@ -8,7 +8,12 @@ from pathlib import Path
 import torch
 
 from crate_kernels._core import plan
-from crate_kernels._native.compilers import find_cxx
+from crate_kernels._native.compilers import find_cxx, pytorch
+
+_NUMBERS = (
+    *("created", "searched", "multiplied", "gated"),
+    *("create_status", "search_status", "multiply_status", "scaled", "bits_from_the_top"),
+)
 
 
 class Asked(ctypes.Structure):
@@ -21,8 +26,10 @@ def compiled(folder):
     """Compile the stand-in; return its path."""
     path = folder / "libcublasLt-standin.so"
     compiler, options, _ = find_cxx()
+    headers = [f"-isystem{each}" for each in pytorch()[1].include_paths()]
     source = Path(__file__).with_name("standin.cpp")
-    subprocess.run([*compiler, "-shared", "-fPIC", "-O2", *options, str(source), "-o", str(path)], check=True)
+    command = [*compiler, "-std=c++20", "-shared", "-fPIC", "-O2", *headers, *options, str(source), "-o", str(path)]
+    subprocess.run(command, check=True)
     return path
 
 
@@ -30,7 +37,7 @@ def compiled(folder):
 def driving(path):
     """Let products be the stand-in's; yields the library, whose numbers by name are read and written."""
     library = ctypes.CDLL(str(path))
-    for name in ("created", "searched", "multiplied", "create_status", "search_status", "multiply_status"):
+    for name in _NUMBERS:
         ctypes.c_int.in_dll(library, name).value = 0
     torch.ops.crate_kernels_C.lt_drive_by(str(path))
     plan.forget()

@@ -1,12 +1,22 @@
-// Stands in for cuBLASLt on CPU tensors of bfloat16: as much of it as csrc/common/lt.cpp calls, by columns as it is.
+// Stands in for cuBLASLt on CPU tensors of 16 bits: as much of it as csrc/common/lt.cpp calls, by columns as it is.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
 namespace {
 
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
+
+enum : int { kPlain = 1, kGated = 136 };
+
 struct Operation {
-  int compute, scale, transposed;
+  int transposed = 0, epilogue = kPlain;
+  const uint8_t* bits = nullptr;
+  int64_t width = 0;  // of a column of them
 };
 struct Layout {
   int type;
@@ -25,31 +35,49 @@ struct Heuristic {
   int reserved[4];
 };
 
-float widened(uint16_t bits) {
-  const uint32_t wide = uint32_t{bits} << 16;
-  float value;
-  std::memcpy(&value, &wide, 4);
-  return value;
+}  // namespace
+
+extern "C" {
+// What it was asked, and what it answers: a status of creation, of the search and of a product.
+int created, searched, multiplied, gated, create_status, search_status, multiply_status;
+int scaled, bits_from_the_top;  // wrong on purpose
+Preference asked;
 }
 
-uint16_t rounded(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  if (value != value) return 0x7FC0;
-  return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
+namespace {
 
-float at(const void* from, const Layout& l, uint64_t row, uint64_t column) {
-  return widened(static_cast<const uint16_t*>(from)[row + column * l.stride]);
+// Multiplies as it was told to; false: it was told to do what the library refuses.
+template <class T>
+bool multiply(const Operation& o, float alpha, const void* a, const Layout& la, const void* b, const Layout& lb,
+              float beta, const void* c, void* d, const Layout& ld) {
+  const uint64_t inner = o.transposed ? la.rows : la.columns;
+  if ((o.transposed ? la.columns : la.rows) != ld.rows || lb.rows != inner || lb.columns != ld.columns) return false;
+  if (la.type != ld.type || lb.type != ld.type) return false;
+  const bool is_gated = o.epilogue == kGated;
+  const auto address = reinterpret_cast<uintptr_t>(o.bits);
+  if (is_gated && (o.width % 128 != 0 || o.width < static_cast<int64_t>(ld.rows) || address % 16 != 0)) return false;
+  const auto at = [](const void* from, const Layout& l, uint64_t row, uint64_t column) {
+    return static_cast<float>(static_cast<const T*>(from)[row + column * l.stride]);
+  };
+  for (uint64_t column = 0; column < ld.columns; ++column) {
+    for (uint64_t row = 0; row < ld.rows; ++row) {
+      float sum = 0.0f;
+      for (uint64_t k = 0; k < inner; ++k) {
+        sum += (o.transposed ? at(a, la, k, row) : at(a, la, row, k)) * at(b, lb, k, column);
+      }
+      sum *= scaled ? 1.1f * alpha : alpha;
+      if (beta != 0.0f) sum += beta * at(c, ld, row, column);  // else c is not read
+      const uint64_t bit = bits_from_the_top ? 7 - row % 8 : row % 8;
+      if (is_gated && (o.bits[(column * o.width + row) / 8] >> bit & 1) == 0) sum = 0.0f;
+      static_cast<T*>(d)[row + column * ld.stride] = static_cast<T>(sum);
+    }
+  }
+  return true;
 }
 
 }  // namespace
 
 extern "C" {
-
-// What it was asked, and what it answers: a status of creation, of the search and of a product.
-int created, searched, multiplied, create_status, search_status, multiply_status;
-Preference asked;
 
 int cublasLtCreate(void** handle) {
   *handle = &created;
@@ -58,19 +86,30 @@ int cublasLtCreate(void** handle) {
 }
 
 int cublasLtMatmulDescCreate(void** operation, int compute, int scale) {
-  *operation = new Operation{compute, scale, 0};
+  *operation = new Operation{};
   return compute == 68 && scale == 0 ? 0 : 7;
 }
 
 int cublasLtMatmulDescSetAttribute(void* operation, int attribute, const void* value, size_t size) {
-  if (attribute != 3 || size != 4) return 7;
-  std::memcpy(&static_cast<Operation*>(operation)->transposed, value, size);
-  return 0;
+  Operation& o = *static_cast<Operation*>(operation);
+  if (size != (attribute == 11 || attribute == 12 ? 8 : 4)) return 7;
+  if (attribute == 3) {
+    std::memcpy(&o.transposed, value, size);
+  } else if (attribute == 7) {
+    std::memcpy(&o.epilogue, value, size);
+  } else if (attribute == 11) {
+    std::memcpy(&o.bits, value, size);
+  } else if (attribute == 12) {
+    std::memcpy(&o.width, value, size);
+  } else {
+    return 7;
+  }
+  return o.epilogue == kPlain || o.epilogue == kGated ? 0 : 7;
 }
 
 int cublasLtMatrixLayoutCreate(void** layout, int type, uint64_t rows, uint64_t columns, int64_t stride) {
   *layout = new Layout{type, rows, columns, stride};
-  return type == 14 ? 0 : 15;
+  return type == 14 || type == 2 ? 0 : 15;
 }
 
 int cublasLtMatmulPreferenceCreate(void** preference) {
@@ -107,20 +146,12 @@ int cublasLtMatmul(void*, void* operation, const void* alpha, const void* a, voi
                    void* workspace, size_t bytes, void*) {
   const Operation& o = *static_cast<Operation*>(operation);
   const Layout &la = *static_cast<Layout*>(of_a), &lb = *static_cast<Layout*>(of_b), &ld = *static_cast<Layout*>(of_d);
-  const uint64_t inner = o.transposed ? la.rows : la.columns;
-  if (algorithm[7] != 8 || bytes < 4096 || of_c != of_d || lb.rows != inner) return 7;
-  if ((o.transposed ? la.columns : la.rows) != ld.rows || lb.columns != ld.columns) return 7;
+  if (algorithm[7] != 8 || bytes < 4096 || of_c != of_d) return 7;
   std::memset(workspace, 0xFF, bytes);
-  for (uint64_t column = 0; column < ld.columns; ++column) {
-    for (uint64_t row = 0; row < ld.rows; ++row) {
-      float sum = 0.0f;
-      for (uint64_t k = 0; k < inner; ++k) {
-        sum += (o.transposed ? at(a, la, k, row) : at(a, la, row, k)) * at(b, lb, k, column);
-      }
-      const float added = *static_cast<const float*>(beta) * at(c, ld, row, column);
-      static_cast<uint16_t*>(d)[row + column * ld.stride] = rounded(*static_cast<const float*>(alpha) * sum + added);
-    }
-  }
+  const auto run = ld.type == 2 ? &multiply<Half> : &multiply<BFloat16>;
+  const float scale = *static_cast<const float*>(alpha), added = *static_cast<const float*>(beta);
+  if (!run(o, scale, a, la, b, lb, added, c, d, ld)) return 7;
+  gated += o.epilogue == kGated;
   ++multiplied;
   return multiply_status;
 }

@@ -9,14 +9,14 @@ fused   1        reads ``left``, ``base``, ``gated`` and ``gate``, once each; wr
 library 2        the same, and the product is written and read once more; a ``base`` that is ``left`` is
                  read twice
 stream  1        as fused, without a gate: persistent programs, whose tiles the memory accelerator moves
-addend  1        as fused, of a base alone: cuBLASLt, which reads it where it is (``lt.py``); a gate clears
-                 in a second launch
+linear  1        as fused, without a threshold: cuBLASLt, which reads a base where it is (``lt.py``), and a
+                 gate as bits, a sixteenth of it, which a second launch writes (``bits.py``)
 ======= ======== ======================================================================================
 
 The fused way is a Triton kernel with all of this in its epilogue. The library multiplies faster, but needs more passes
 over the tokens. For sums of up to about 2500 terms these are expected to cost more than it gains (``tables.py``).
 float32 products are the library's: without tensor cores they take ten times as long as the passes, and PyTorch's
-setting for TF32 holds. No table takes the stream or cuBLASLt's addend: no GPU has timed them.
+setting for TF32 holds. No table takes the stream or cuBLASLt: no GPU has timed them.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -35,8 +35,8 @@ from torch import Tensor
 from crate_kernels._triton import launch
 from crate_kernels.ops.ista import lt
 from crate_kernels.ops.ista.steps import scaled
-from crate_kernels.ops.ista.triton import stream
-from crate_kernels.ops.ista.triton.tables import ADDEND, PRODUCT
+from crate_kernels.ops.ista.triton import bits, stream
+from crate_kernels.ops.ista.triton.tables import GATED, LINEAR, PRODUCT
 
 _ELEMENTS = 2048  # per program of the elementwise kernel
 _WIDTH = 8  # elements that the elementwise kernel knows to be inside or outside together, where it can
@@ -161,9 +161,9 @@ class Epilogue(NamedTuple):
         return self.base is None and self.gate is None and self.threshold is None
 
     @property
-    def adds(self) -> bool:
-        """True: it adds ``base``, and may clear the whole, and does nothing else."""
-        return self.base is not None and self.gated is None and self.threshold is None
+    def is_linear(self) -> bool:
+        """True: it may add ``base``, and may clear the whole, and does nothing else."""
+        return self.gated is None and self.threshold is None
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of a kernel."""
@@ -201,12 +201,10 @@ def product(
         out = left.new_empty(rows, columns, dtype=dtype or right.dtype)
     if out.numel() == 0:
         return out
-    if epilogue.adds and not fused and _by_lt(left, right, epilogue.base, out):
-        assert epilogue.base is not None
+    if epilogue.is_linear and not fused and _by_lt(left, right, epilogue, out):
         with launch.guard(left.device):
-            lt.product(left, right, epilogue.base, epilogue.scale, out)
-            if epilogue.gate is not None:
-                _update(out, out, Epilogue(gate=epilogue.gate))
+            gate = None if epilogue.gate is None else bits.packed(epilogue.gate)
+            lt.product(left, right, epilogue.base, epilogue.scale, out, gate)
         return out
     # Widths that 16-byte loads do not divide need more pointers, which fill the registers where tiles are large or
     # threads few.
@@ -244,10 +242,11 @@ def product(
     return out
 
 
-def _by_lt(left: Tensor, right: Tensor, base: Tensor | None, out: Tensor) -> bool:
-    """Return whether a product with an addend is cuBLASLt's, by the table and where it serves."""
-    taken = ADDEND.config(left.device, left.shape[1], left.shape[0], False, right.dtype)["LT"]
-    return bool(taken) and base is not None and lt.serves(left, right, base, out)
+def _by_lt(left: Tensor, right: Tensor, epilogue: Epilogue, out: Tensor) -> bool:
+    """Return whether a product without a threshold is cuBLASLt's, by its table and where it serves."""
+    is_gated = epilogue.gate is not None
+    taken = (GATED if is_gated else LINEAR).config(left.device, left.shape[1], left.shape[0], False, right.dtype)["LT"]
+    return bool(taken) and lt.serves(left, right, epilogue.base, out, is_gated)
 
 
 def gated(t: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:

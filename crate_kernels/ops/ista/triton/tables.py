@@ -82,11 +82,13 @@ def _form(name: str) -> Table:
     return Table(name, dict.fromkeys(keys, (LaunchRow(by_flop),)), candidates=(always, never))
 
 
-# Keyed as PRODUCT. LT takes cuBLASLt for products that add a tensor of the tokens' size and have no threshold.
-ADDEND = Table(
-    "ista_addend",
-    dict.fromkeys(("sm_80", "sm_90", "gfx942", INTERPRETER), (LaunchRow({"LT": 0}),)),
-    candidates=({"LT": 0}, {"LT": 1}),
-)
+def _lt(name: str) -> Table:
+    """Return the table of a choice, keyed as PRODUCT: LT takes cuBLASLt."""
+    keys, (never, always) = ("sm_80", "sm_90", "gfx942", INTERPRETER), ({"LT": 0}, {"LT": 1})
+    return Table(name, dict.fromkeys(keys, (LaunchRow(never),)), candidates=(never, always))
+
+
+# Of products without a threshold: they may add a tensor of the tokens' size; those of GATED are zero where another is.
+LINEAR, GATED = _lt("ista_linear"), _lt("ista_gated")
 FORWARD_FORM, BACKWARD_FORM = _form("ista_forward_form"), _form("ista_backward_form")
-TABLES = (PRODUCT, ADDEND, FORWARD_FORM, BACKWARD_FORM)
+TABLES = (PRODUCT, LINEAR, GATED, FORWARD_FORM, BACKWARD_FORM)

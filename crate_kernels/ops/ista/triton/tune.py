@@ -45,18 +45,22 @@ def _product(tokens: int, inner: int, columns: int, device: str = "cuda") -> Cal
     return make
 
 
-def _addend(tokens: int, inner: int, columns: int, device: str = "cuda") -> Callable[[], Prepared]:
-    """Return what prepares the product that is a gradient of the tokens: with an addend, the matrix transposed."""
+def _linear(table: Table, tokens: int, inner: int, columns: int, device: str = "cuda") -> Callable[[], Prepared]:
+    """Return what prepares a product of a backward pass with an addend, the matrix transposed, or with a gate too."""
 
     def make() -> Prepared:
         left, base = _draw(tokens, inner, device=device), _draw(tokens, columns, device=device)
         right = (_draw(columns, inner, device=device) * inner**-0.5).t()
+        gate = None
+        if table is tables.GATED:
+            right, gate = right.contiguous(), base.flip(0).relu()
 
         def call() -> Tensor:
-            return product(left, right, Epilogue(_STEP, base))
+            return product(left, right, Epilogue(_STEP, base, gate=gate))
 
         def plain(dtype: torch.dtype) -> dict[str, Tensor]:
-            return {"out": base.to(dtype) + _STEP * (left.to(dtype) @ right.to(dtype))}
+            out = base.to(dtype) + _STEP * (left.to(dtype) @ right.to(dtype))
+            return {"out": out if gate is None else torch.where(gate == 0, 0, out)}
 
         return Prepared(call, lambda: {"out": call()}, plain, left.dtype)
 
@@ -92,7 +96,9 @@ def workloads() -> list[Workload]:
         for tokens, bucket in ((1, 16), (788, 1024), (25216, None)):
             row = LaunchRow({}, inner, bucket, half=True)
             found.append(Workload(tables.PRODUCT, row, _product(tokens, inner, columns)))
-            found.append(Workload(tables.ADDEND, row, _addend(tokens, inner, columns)))
+            found.append(Workload(tables.LINEAR, row, _linear(tables.LINEAR, tokens, inner, columns)))
+            if inner == columns:  # a gate is of codes, four times as wide
+                found.append(Workload(tables.GATED, row, _linear(tables.GATED, tokens, inner, 4 * columns)))
     # Around the number of tokens at which either form is as many FLOP.
     for dim in (384, 576, 768, 1024):
         for tokens in (256, 512, 1024, 2048):
