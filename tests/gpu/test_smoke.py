@@ -72,17 +72,6 @@ def test_persistent_products_are_held_to_float64_where_a_gpu_has_them(monkeypatc
         smoke.stream("relu")
 
 
-def test_a_step_by_cublaslt_is_timed_beside_the_tables_and_held_to_serve(monkeypatch):
-    from crate_kernels.ops.ista import lt
-
-    monkeypatch.setattr(lt, "_said", set())
-    monkeypatch.setattr(lt, "serves", lambda *args: False)
-    assert all(milliseconds > 0 for milliseconds in smoke.beside_lt((8, 16, 128), "cpu").values())
-    lt._said.add("PyTorch has loaded no cuBLASLt")
-    with pytest.raises(AssertionError, match="cuBLASLt did not multiply"), smoke.cublaslt():
-        pass
-
-
 def test_a_smoke_item_that_fails_stops_nothing(tmp_path, monkeypatch):
     def wrong():
         raise AssertionError("beyond the budget")

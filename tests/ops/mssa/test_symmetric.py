@@ -102,7 +102,7 @@ def gradient(w, g, config, **options):
 
 @NEEDS_TRITON
 @CASES
-def test_every_head_is_within_budget(tokens, taken):
+def test_triton_has_every_head_within_budget(tokens, taken):
     w, g = tokens.bfloat16().to(DEVICE), randn(*tokens.shape, seed=1, device=DEVICE).bfloat16()
     leaf = w.detach().requires_grad_()
     (dw,) = torch.autograd.grad(mssa(leaf, backend="triton"), leaf, g)
@@ -131,7 +131,7 @@ def exponentials(monkeypatch, total, w):
 @pytest.mark.usefixtures("unrepeated")
 @pytest.mark.skipif(not INTERPRETED, reason="counts what Triton's interpreter makes: needs TRITON_INTERPRET=1")
 @CASES
-def test_a_head_takes_one_exponential_or_two(tokens, taken, monkeypatch):
+def test_a_head_of_triton_takes_one_exponential_or_two(tokens, taken, monkeypatch):
     """The others of its call do not matter."""
     near = 0.5 * randn(1, 1, tokens.shape[2], 32, dtype=torch.float64)
     counts = []
@@ -159,7 +159,7 @@ OPTIONS = {
 @NEEDS_TRITON
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", ["normal", "one-longest"])
-def test_the_forms_agree(name, options):
+def test_the_forms_of_triton_agree(name, options):
     w, g = TOKENS[name][0].bfloat16().to(DEVICE), randn(1, 1, 65, 32, seed=1, device=DEVICE).bfloat16()
     grads = []
     for derived in (0, 1, 3):

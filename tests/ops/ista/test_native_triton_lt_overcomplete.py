@@ -9,8 +9,9 @@ from crate_kernels._triton.table import forced
 from crate_kernels.cli.tune import judge
 from crate_kernels.ops.ista import call as ista_call
 from crate_kernels.ops.ista.triton import tables
+from tests.gpu import smoke
 from tests.ops.common import over_budget, randn
-from tests.ops.ista.test_native_lt import HALF, HALVES, pytestmark  # noqa: F401  # of this module too
+from tests.ops.ista.test_native_triton_lt import HALF, HALVES, pytestmark  # noqa: F401  # of this module too
 from tests.tools import lt as standin
 
 TOKENS, DIM, HIDDEN = 80, 32, 128
@@ -127,3 +128,14 @@ def test_what_tuning_times_is_right(table, cublaslt):
 
     assert judge(tune._linear(table, 40, 32, 128, "cpu")())()
     assert counts(cublaslt)[:2] == (1, int(table is tables.GATED))
+
+
+def test_a_gpu_times_them_beside_what_the_tables_have(cublaslt, unrepeated):
+    assert all(milliseconds > 0 for milliseconds in smoke.beside_lt((8, 16, 128), "cpu", rounds=1).values())
+    assert counts(cublaslt)[0] == 3 * STEPS[2][0]
+    standin.number(cublaslt, "search_status").value = 1
+    with (
+        pytest.warns(UserWarning, match="it has no algorithm"),
+        pytest.raises(AssertionError, match="cuBLASLt did not multiply"),
+    ):
+        smoke.beside_lt((16, 16, 128), "cpu", rounds=1)
