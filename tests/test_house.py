@@ -183,6 +183,26 @@ def test_operators_are_named_in_their_rooms():
     assert named == []
 
 
+def interpreted(path):
+    """Yield the tests of a file that are skipped where Triton is not interpreted."""
+    body, said = ast.parse(path.read_text()).body, "TRITON_INTERPRET=1"
+    saying = [node for node in body if isinstance(node, (ast.Assign, ast.If)) and said in ast.unparse(node)]
+    marks = {ast.unparse(node.targets[0]) for node in saying if isinstance(node, ast.Assign)}
+    whole = "pytestmark" in marks or any(isinstance(node, ast.If) for node in saying)
+    for node in body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            own = [ast.unparse(mark) for mark in node.decorator_list]
+            if whole or any(mark in marks or said in mark for mark in own):
+                yield node.name
+
+
+def test_what_is_interpreted_is_chosen_by_its_name():
+    """``make test`` runs the tests named triton again, in a process that interprets it."""
+    names = [f"{path.name}::{test}" for path in (ROOT / "tests/ops").rglob("test_*.py") for test in interpreted(path)]
+    assert len(names) > 40
+    assert [name for name in names if "triton" not in name] == []
+
+
 @pytest.mark.parametrize("folder", ["crate_kernels", "csrc", "tests", "docs", "benchmarks", "examples"])
 def test_every_file_that_is_named_exists(folder):
     path = re.compile(

@@ -48,7 +48,7 @@ def test_a_long_sequence_is_within_budget(causal, backend, device):
 
 @pytest.mark.skipif(not TRITON, reason="needs a GPU, or TRITON_INTERPRET=1")
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-def test_a_scan_of_many_chunks_rounds_once(reverse):
+def test_a_scan_of_triton_rounds_many_chunks_once(reverse):
     from crate_kernels.ops.tssa.triton.scan import scan_chunks
 
     sums = (0.3 + 0.1 * torch.rand(1, 600, 3)).to("cuda" if torch.cuda.is_available() else "cpu")
