@@ -18,6 +18,11 @@ DTYPES = KERNEL_DTYPES  # the device code's numbers of them
 CPP_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}  # and its types
 
 
+def fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    """Return fields of one type, by their names with a space between."""
+    return tuple((name, kind) for name in names.split())
+
+
 class Record(ctypes.Structure):
     """A struct of the device code, with the same names of fields. Values are given by keyword, the others are 0.
 

@@ -5,7 +5,6 @@ without a gradient, with one and with its backward, on each backend, and what Py
 is beside them, and linear layers around it.
 """
 
-import argparse
 import cProfile
 import pstats
 import statistics
@@ -69,12 +68,7 @@ def run(path, deadline, dry_run):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, required=True, help="of the whole run: beyond them, nothing is begun")
-    parser.add_argument("--workers", type=int, default=1, help="not used: the host is timed alone")
-    parser.add_argument("--dry-run", action="store_true")
-    args = parser.parse_args(argv)
+    args = processes.parser(__doc__).parse_args(argv)  # of the workers, none: the host is timed alone
     args.out.mkdir(parents=True, exist_ok=True)
     return run(args.out / "host.jsonl", time.monotonic() + args.seconds, args.dry_run)
 

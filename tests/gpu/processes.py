@@ -1,5 +1,6 @@
 """Runs processes side by side until a deadline; one that dies is started again and resumes after what killed it."""
 
+import argparse
 import os
 import signal
 import subprocess
@@ -14,6 +15,16 @@ ROOT = Path(__file__).resolve().parents[2]
 DONE, INCOMPLETE, FAILED, BROKEN = 0, 3, 4, 5
 MOST_STARTS = 12  # of one process
 GRACE = 15.0  # seconds after the deadline; what is told of the deadline ends by itself before
+
+
+def parser(description):
+    """Return the parser of a part of the run, with what every part is told."""
+    found = argparse.ArgumentParser(description=description)
+    found.add_argument("--out", type=Path, required=True)
+    found.add_argument("--seconds", type=float, required=True, help="beyond them, nothing is begun")
+    found.add_argument("--workers", type=int, default=1)
+    found.add_argument("--dry-run", action="store_true")
+    return found
 
 
 def worst(statuses):

@@ -4,12 +4,10 @@ N processes share the tests, most telling first: what only a GPU shows before wh
 have shown, bf16 before other dtypes. Drawn tests are left out. Tests that lacked memory run again, one after another.
 """
 
-import argparse
 import faulthandler
 import os
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -121,13 +119,9 @@ def work(path, index, count, seconds, dry_run, alone):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--workers", type=int, default=1)
+    parser = processes.parser(__doc__)
     parser.add_argument("--worker", type=int, help="be this process of the workers, from 1")
     parser.add_argument("--alone", action="store_true", help="only tests that lacked memory")
-    parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args(argv)
     path, deadline = args.out / "suite.jsonl", time.monotonic() + args.seconds
     if args.worker is not None:

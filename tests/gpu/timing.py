@@ -6,12 +6,10 @@ the other. Each row is in the file as soon as it is timed; rows in it are not ti
 twice is left with that reason. It needs no pytest-benchmark.
 """
 
-import argparse
 import faulthandler
 import os
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -140,14 +138,10 @@ def compile_all(args, every, deadline):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--workers", type=int, default=1)
+    parser = processes.parser(__doc__)
     parser.add_argument("--worker", type=int, help="be this process of those that compile, from 1")
     parser.add_argument("--only", action="append", default=[], help="only these providers; may be repeated")
     parser.add_argument("--first", type=int, default=sys.maxsize, help="only so many jobs, from the first on")
-    parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args(argv)
     now = time.monotonic()
     deadline = now + args.seconds

@@ -4,7 +4,6 @@ The log of all timings is ``tuning-log.jsonl``, the tuned table ``tuned.json``. 
 of the shipped ranking are timed, and a few of each workload that it does not have.
 """
 
-import argparse
 import sys
 from dataclasses import replace
 from functools import partial
@@ -46,12 +45,8 @@ def dry_run(folder):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--workers", type=int, default=1)
+    parser = processes.parser(__doc__)
     parser.add_argument("--candidates", type=Path)
-    parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args(argv)
     if args.dry_run:
         return dry_run(args.out)

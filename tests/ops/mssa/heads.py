@@ -1,6 +1,7 @@
 """Calls of the kernels of whole heads and of long rows, for the emulator and for a GPU."""
 
 import copy
+from typing import ClassVar
 
 import pytest
 import torch
@@ -61,6 +62,8 @@ LONG_CASES = {
     "causal-alike": (64, 330, {**CAUSAL, "drawn": "alike", "lse": True}),
     "causal-128-channels": (128, 390, CAUSAL),
 }
+_SCALED = ("long_range_kernel", "long_scale_kernel", "long_delta_kernel")
+_LEFT = ("mma_left_shift_kernel", "mma_left_backward_kernel")  # heads out of range
 
 
 def often(cases, names):
@@ -80,9 +83,17 @@ def often_both_ways(cases, late, early):
 
 
 class Heads:
-    """Tokens and upstream gradients of a case; ``spread`` is how much longer the last token is than the first."""
+    """Tokens and upstream gradients of a case; ``spread`` is how much longer the last token is than the first.
+
+    Attributes:
+        forced: what the launch tables hold where tuning found these kernels faster.
+        forward_kernels, backward_kernels: the names of what is then launched, in order.
+    """
 
     kernels, cases, batch = heads, {**CASES, **FORWARD_CASES}, 3
+    forced: ClassVar = {heads.FORWARD: {"WHOLE": 1}, heads.BACKWARD: {"WHOLE": 1}}
+    forward_kernels = ("head_forward_kernel", "mma_left_forward_kernel")
+    backward_kernels = ("head_backward_kernel", *_LEFT)
 
     def __init__(self, case, dtype, spread=1.0, device="cpu"):
         self.head_dim, self.seqlen, given = self.cases[case] if isinstance(case, str) else case
@@ -172,9 +183,14 @@ class LongRows(Heads):
     """The same of long rows."""
 
     kernels, cases, batch = long_rows, LONG_CASES, 1
+    forced: ClassVar = {long_rows.FORWARD: {"LONG": 1}, long_rows.BACKWARD: {"LONG": 1}}
+    forward_kernels = ("long_measure_kernel", "long_forward_kernel", "mma_left_forward_kernel")
+    backward_kernels = (*_SCALED, "long_backward_kernel", *_LEFT)
 
 
 class LongPairs(LongRows):
     """The same of their backward by pairs."""
 
     kernels = long_pairs
+    forced: ClassVar = {**LongRows.forced, long_pairs.BACKWARD: {"PAIRS": 1}}
+    backward_kernels = (*_SCALED, "long_pairs_kernel", "long_round_kernel", *_LEFT)

@@ -1,19 +1,16 @@
-"""The forward of long rows on Hopper GPUs, under the emulator: against float64, and broken on purpose."""
+"""The kernels of long rows on Hopper GPUs, under the emulator, against float64."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from crate_kernels._core import plan
+from crate_kernels._triton import table
 from crate_kernels.ops.mssa.call import MSSACall
-from crate_kernels.ops.mssa.cuda import long_rows
-from tests.ops.mssa.heads import CAUSAL, LONG_CASES, LongRows, often, often_both_ways
-from tests.ops.mssa.heads_broken import BROKEN_LONG_FORWARD, LONG_FORWARD_FILES
-from tests.ops.mssa.test_cuda_heads import (
-    DTYPES,
-    HOPPER,
-    SPREADS,
-    in_every_order,
-    run_and_check_forward,
-)
+from crate_kernels.ops.mssa.cuda import long_pairs, long_rows
+from tests.ops.mssa.heads import CAUSAL, LONG_CASES, LongPairs, LongRows, often, often_both_ways
+from tests.ops.mssa.hopper import HOPPER, run_and_check, run_and_check_forward
 
 LATE = ["packed", "72-channels", "many-tiles", "causal-padded", "causal-128-channels"]
 EARLY = ["257-tokens", "causal-holes"]
@@ -31,16 +28,29 @@ def test_the_forward_of_long_rows_in_fp16(case, device):
     run_and_check_forward(LongRows(case, torch.float16))
 
 
-@DTYPES
-@SPREADS
-def test_a_head_whose_norms_spread_too_far_is_left(spread, takes_bf16, takes_fp16, dtype, device):
+@pytest.mark.parametrize(("case", "early"), often_both_ways(LONG_CASES, LATE, EARLY))
+def test_the_backward_of_long_rows(case, early, device):
+    device(**HOPPER, early=early)
+    run_and_check(LongRows(case, torch.bfloat16))
+
+
+@pytest.mark.parametrize("case", often(["causal-padded", "257-tokens", "packed", "128-channels"], ["causal-padded"]))
+def test_the_backward_of_long_rows_in_fp16(case, device):
     device(**HOPPER)
-    case = LongRows((64, 260, {}), dtype, spread=spread)
-    out, lse, left = case.run_forward()
-    takes = takes_fp16 if dtype == torch.float16 else takes_bf16
-    assert left == [0 if takes else case.seqlen] * 2
-    if takes:
-        case.check_forward(out, lse)
+    run_and_check(LongRows(case, torch.float16))
+
+
+@pytest.mark.parametrize(("case", "early"), often_both_ways(LONG_CASES, ["packed"], ["causal-padded"]))
+def test_the_backward_by_pairs(case, early, device):
+    device(**HOPPER, early=early)
+    run_and_check(LongPairs(case, torch.bfloat16))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", ["257-tokens", "packed", "padded", "causal-padded", "128-channels"])
+def test_the_backward_by_pairs_in_fp16(case, device):
+    device(**HOPPER)
+    run_and_check(LongPairs(case, torch.float16))
 
 
 def test_causal_what_is_before_a_row_out_of_range_is_taken(device):
@@ -99,30 +109,48 @@ def test_numbers_that_are_not_finite_stay_in_their_head(device):
     assert result[1, 0, :259].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "change", ["another-gpu", "dropout", "threshold", "float32", "short", "wide", "odd-rows", "strided", "negative"]
-)
-def test_other_calls_are_left_to_other_kernels(change, device):
-    device(**{**HOPPER, "capability": 100 if change == "another-gpu" else 90})
-    head_dim, seqlen = 136 if change == "wide" else 64, 256 if change == "short" else 300
-    w = torch.zeros(1, 2, seqlen, head_dim, dtype=torch.float32 if change == "float32" else torch.bfloat16)
-    given = {
-        "negative": {"scale": -1.0},
-        "dropout": {"seed": torch.tensor(3)},
-        "threshold": {"threshold": 0.1},
-    }
-    if change == "odd-rows":
-        w = w[..., :60]
-    if change == "strided":
-        w = w.transpose(2, 3).contiguous().transpose(2, 3)
-    assert not long_rows.serves_forward(w, w, MSSACall(**given.get(change, {})))
+def test_results_do_not_depend_on_the_order_of_blocks(device):
+    results = []
+    for descending in (False, True):
+        device(**HOPPER, descending=descending)
+        results.append(LongRows("causal-holes", torch.bfloat16).run()[0])
+    assert torch.equal(*results)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("change", BROKEN_LONG_FORWARD.values(), ids=BROKEN_LONG_FORWARD)
-def test_a_broken_kernel_is_found(change, broken, device):
-    """The emulator stops it, or its numbers are wrong, in one order of threads and products or the other."""
-    before, after, case = change
-    broken(LONG_FORWARD_FILES, before, after)
-    with pytest.raises((RuntimeError, AssertionError), match=r"emulator: |Measurement|any\(|not close"):
-        in_every_order(device, run_and_check_forward, case, LongRows)
+@pytest.mark.parametrize("case", ["257-tokens", "causal-holes"])
+def test_blocks_of_pairs_may_come_in_any_order(case, device):
+    device(**HOPPER, descending=True)
+    run_and_check(LongPairs(case, torch.bfloat16))
+
+
+@pytest.fixture
+def deterministic():
+    """Set what torch.use_deterministic_algorithms sets, which would import the compiler first."""
+    yield lambda wanted: torch._C._set_deterministic_algorithms(wanted, warn_only=False)
+    torch._C._set_deterministic_algorithms(False, warn_only=False)
+
+
+def test_nothing_takes_pairs_where_sums_must_have_one_order(deterministic, device):
+    device(**HOPPER)
+    w = torch.zeros(1, 2, 300, 64, dtype=torch.bfloat16)
+    with table.forced(long_pairs.BACKWARD, {"PAIRS": 1}):
+        for wanted in (True, False):
+            deterministic(wanted)
+            assert long_rows.serves_backward(w, w, w, MSSACall())
+            assert long_pairs.take_backward(w, w, w, MSSACall()) != wanted
+
+
+def test_a_call_is_not_repeated_where_sums_must_have_another_order(deterministic):
+    """By a plan of before the setting changed."""
+    on_gpu, found = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16), []
+    for wanted in (True, False):
+        deterministic(wanted)
+        found.append(plan.settings(on_gpu))
+    assert found[0] != found[1] == ()
+
+
+def test_blocks_fit():
+    widths = (64, 128)
+    assert max(long_rows.backward_shared_bytes(dim) for dim in widths) <= HOPPER["shared_limit"]
+    assert max(long_pairs.shared_bytes(dim, both) for dim in widths for both in (False, True)) <= HOPPER["shared_limit"]

@@ -38,6 +38,10 @@ def tokens(*shape, dtype=torch.float32, seed=0):
     return randn(batch, seqlen, nheads, head_dim, dtype=dtype, seed=seed).transpose(1, 2)
 
 
+def halves(*shape, seed=0):
+    return tokens(*shape, dtype=torch.bfloat16, seed=seed)
+
+
 def temps(nheads):
     return 1 + 0.2 * randn(nheads, seed=7, dtype=torch.float32)
 

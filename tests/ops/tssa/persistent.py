@@ -94,7 +94,14 @@ def within_budget(case, backend, dtype, device, forced):
 
 
 class Persistent:
-    """A named call."""
+    """A named call.
+
+    Attributes:
+        usual: the configuration of the calls without a name; with it these kernels take so many heads and channels.
+    """
+
+    causal, taking, usual, nheads, head_dim = False, staticmethod(taking), AHEAD, 8, 48
+    kernels = ("tssa_full_fwd_persistent_kernel", "tssa_full_bwd_persistent_kernel")
 
     def __init__(self, name):
         self.config, shape, given = {**CASES, **MORE}[name]

@@ -1,14 +1,11 @@
 """tssa's CUDA kernels under the emulator: strides, packed rows, numbers of heads and channels."""
 
-import itertools
-
 import pytest
 import torch
 
 from crate_kernels import testing
-from crate_kernels._core import backends
-from crate_kernels.ops.tssa.call import TSSACall
 from tests.ops.common import outputs_and_gradients, over_budget, randn
+from tests.ops.tssa import uncovered
 from tests.ops.tssa.cuda import FORMS, WAYS, bias, call, going, temps, tokens
 
 
@@ -62,34 +59,16 @@ def test_strides_do_not_matter(layout, way, causal, backend, device):
 def test_packed_rows_of_no_sequence_are_zero(bounds, longest, way, causal, backend, device):
     """Offsets on a GPU are not looked at by the host: what they leave out is written nevertheless."""
     going(device, way)
-    kernel = backends.kernel("tssa", backend)
-    w, dout = (randn(66, 3, 32, dtype=torch.float32, seed=seed) for seed in (0, 1))
-    covered = torch.zeros(66, dtype=torch.bool)
-    for start, end in itertools.pairwise(bounds):
-        covered[start : min(end, start + longest)] = True
-    options = TSSACall(cu_seqlens=torch.tensor(bounds, dtype=torch.int32), max_seqlen=longest)
-    inputs = (w, temps(3)) + ((None,) if causal else ())
-    forward, backward = (kernel.forward_causal, kernel.backward_causal) if causal else (kernel.forward, kernel.backward)
-    out, *saved = forward(*inputs, options)
-    dw = backward(dout, None, *inputs, *saved, options)[0]
-    for rows in (out, saved[0].t(), dw):
-        assert rows.isfinite().all()
-        assert not rows[~covered].any()
-        assert rows[covered].flatten(1).any(1).all()
+    w = randn(66, 3, 32, dtype=torch.float32)
+    uncovered.check(bounds, longest, causal, backend, w, temps(3))
 
 
 @FORMS
 @pytest.mark.parametrize("bounds", [(-7, 9, 300, 40), (30, 10, 66, 66), (50, 90, 90)], ids=str)
 def test_offsets_are_clamped_to_what_exists(bounds, causal, backend):
     """What such offsets mean is nobody's concern; that nothing outside a tensor is touched, the emulator sees."""
-    kernel = backends.kernel("tssa", backend)
-    w, dout = (randn(66, 3, 32, dtype=torch.float32, seed=seed) for seed in (0, 1))
-    options = TSSACall(cu_seqlens=torch.tensor(bounds, dtype=torch.int32), max_seqlen=40)
-    inputs = (w, temps(3)) + ((None,) if causal else ())
-    forward, backward = (kernel.forward_causal, kernel.backward_causal) if causal else (kernel.forward, kernel.backward)
-    out, *saved = forward(*inputs, options)
-    assert out.isfinite().all()
-    assert backward(dout, None, *inputs, *saved, options)[0].isfinite().all()
+    w = randn(66, 3, 32, dtype=torch.float32)
+    assert all(result.isfinite().all() for result in uncovered.run(bounds, 40, causal, backend, w, temps(3)))
 
 
 @FORMS

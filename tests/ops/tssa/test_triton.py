@@ -1,18 +1,16 @@
 """Token-statistics attention in Triton: both ways of each form, boundaries of chunks, strides, order of sums."""
 
-import itertools
 from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
 
 from crate_kernels import TokenStatsCache, testing, tssa
-from crate_kernels._core import backends as _backend
 from crate_kernels._triton.table import forced
 from crate_kernels.ops.tssa import op
-from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.triton import tables
 from tests.ops.common import backends, outputs_and_gradients, over_budget, randn
+from tests.ops.tssa import uncovered
 
 TRITON = [p for p in backends("tssa") if p.values[0] == "triton"]
 pytestmark = pytest.mark.skipif(not TRITON, reason="needs a GPU, or TRITON_INTERPRET=1")
@@ -210,21 +208,9 @@ def test_any_backward_follows_any_forward(way, causal, backend, device):
 )
 def test_packed_rows_of_no_sequence_are_zero(bounds, longest, way, causal, backend, device):
     """Offsets on a GPU are not looked at by the host: what they leave out is written nevertheless."""
-    kernel = _backend.kernel("tssa", backend)
-    w, dout = (randn(33, 3, 16, dtype=torch.float32, device=device, seed=seed) for seed in (0, 1))
-    covered = torch.zeros(33, dtype=torch.bool, device=device)
-    for start, end in itertools.pairwise(bounds):
-        covered[start : min(end, start + longest)] = True
-    options = TSSACall(cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device), max_seqlen=longest)
-    inputs = (w, temps(3, device)) + ((None,) if causal else ())
-    forward, backward = (kernel.forward_causal, kernel.backward_causal) if causal else (kernel.forward, kernel.backward)
+    w = randn(33, 3, 16, dtype=torch.float32, device=device)
     with going(way):
-        out, *saved = forward(*inputs, options)
-        dw = backward(dout, None, *inputs, *saved, options)[0]
-    for rows in (out, saved[0].t(), dw):
-        assert rows.isfinite().all()
-        assert not rows[~covered].any()
-        assert rows[covered].flatten(1).any(1).all()
+        uncovered.check(bounds, longest, causal, backend, w, temps(3, device))
 
 
 @EACH

@@ -50,7 +50,10 @@ def taking(chosen):
 
 
 class Walking:
-    """A named call."""
+    """A named call, as ``Persistent`` is one."""
+
+    causal, taking, usual, nheads, head_dim = True, staticmethod(taking), PAIRS, 3, 32
+    kernels = ("tssa_causal_fwd_walking_kernel", "tssa_causal_bwd_walking_kernel")
 
     def __init__(self, name):
         self.config, shape, given = {**CASES, **MORE}[name]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._cuda import launch
-from crate_kernels._cuda.records import POINTER, Record
+from crate_kernels._cuda.records import POINTER, Record, fields
 from crate_kernels._triton.launch import INTERPRETER
 from crate_kernels._triton.table import LaunchRow, Table
 from crate_kernels.ops.mssa.call import MSSACall
@@ -39,12 +39,7 @@ class HeadTokens(Record):
     """A tensor of tokens; strides in elements."""
 
     cpp = "mssa::HeadTokens"
-    _fields_ = (
-        ("data", POINTER),
-        ("batch", ctypes.c_int64),
-        ("head", ctypes.c_int64),
-        ("row", ctypes.c_int64),
-    )
+    _fields_ = (("data", POINTER), *fields(ctypes.c_int64, "batch head row"))
 
 
 class HeadCall(Record):
@@ -52,22 +47,10 @@ class HeadCall(Record):
 
     cpp = "mssa::HeadCall"
     _fields_ = (
-        ("w", HeadTokens),
-        ("dout", HeadTokens),
-        ("out", HeadTokens),
-        ("dw", HeadTokens),
-        ("lse", POINTER),
-        ("dlse", POINTER),
-        ("keep", POINTER),
-        ("cu_seqlens", POINTER),
-        ("left", POINTER),
-        ("heads", ctypes.c_int32),
-        ("nheads", ctypes.c_int32),
-        ("seqlen", ctypes.c_int32),
-        ("total", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
-        ("scale", ctypes.c_float),
-        ("factor", ctypes.c_float),
+        *fields(HeadTokens, "w dout out dw"),
+        *fields(POINTER, "lse dlse keep cu_seqlens left"),
+        *fields(ctypes.c_int32, "heads nheads seqlen total head_dim"),
+        *fields(ctypes.c_float, "scale factor"),
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from crate_kernels._cuda import launch
 from crate_kernels._cuda.launch import Kernel, Shape
-from crate_kernels._cuda.records import POINTER
+from crate_kernels._cuda.records import POINTER, fields
 from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.cuda import heads, hopper
 from crate_kernels.ops.mssa.cuda.problem import is_wide
@@ -37,12 +37,8 @@ class LongCall(hopper.HeadCall):
     cpp = "mssa::LongCall"
     _fields_ = (
         ("scaled", hopper.HeadTokens),
-        ("numbers", POINTER),
-        ("of_head", POINTER),
-        ("most", POINTER),
-        ("sums", POINTER),
-        ("blocks", ctypes.c_int32),
-        ("sum_tiles", ctypes.c_int32),
+        *fields(POINTER, "numbers of_head most sums"),
+        *fields(ctypes.c_int32, "blocks sum_tiles"),
     )
 
 

@@ -7,7 +7,7 @@ import math
 
 from torch import Tensor
 
-from crate_kernels._cuda.records import DTYPES, POINTER, Record
+from crate_kernels._cuda.records import DTYPES, POINTER, Record, fields
 from crate_kernels.ops.mssa.call import MSSACall
 
 _PACK = 16  # bytes of a wide access
@@ -17,14 +17,7 @@ class MssaRows(Record):
     """A tensor of tokens; strides in elements."""
 
     cpp = "mssa::Rows"
-    _fields_ = (
-        ("data", POINTER),
-        ("batch", ctypes.c_int64),
-        ("head", ctypes.c_int64),
-        ("row", ctypes.c_int64),
-        ("channel", ctypes.c_int64),
-        ("wide", ctypes.c_bool),
-    )
+    _fields_ = (("data", POINTER), *fields(ctypes.c_int64, "batch head row channel"), ("wide", ctypes.c_bool))
 
 
 class MssaAccess(Record):
@@ -47,15 +40,8 @@ class MssaRange(Record):
     cpp = "mssa::Range"
     _fields_ = (
         ("dout", MssaRows),
-        ("lse", POINTER),
-        ("delta", POINTER),
-        ("dlse", POINTER),
-        ("keep", POINTER),
-        ("count", ctypes.c_int),
-        ("start", ctypes.c_int),
-        ("row_start", ctypes.c_int),
-        ("first_head", ctypes.c_int),
-        ("nheads", ctypes.c_int),
+        *fields(POINTER, "lse delta dlse keep"),
+        *fields(ctypes.c_int, "count start row_start first_head nheads"),
     )
 
 
@@ -64,16 +50,15 @@ class MssaProblem(Record):
 
     cpp = "mssa::Problem"
     _fields_ = (
-        *((name, MssaRows) for name in ("w", "keys", "out", "dout", "dw")),
-        *((name, POINTER) for name in ("lse", "delta", "lse_residual", "largest", "select_level", "dlse")),
-        *((name, POINTER) for name in ("keep", "cache_lengths", "cu_seqlens", "seed")),
-        *((name, ctypes.c_int) for name in ("sequences", "nheads", "seqlen", "total", "capacity", "blocks", "groups")),
+        *fields(MssaRows, "w keys out dout dw"),
+        *fields(POINTER, "lse delta lse_residual largest select_level dlse keep cache_lengths cu_seqlens seed"),
+        *fields(ctypes.c_int, "sequences nheads seqlen total capacity blocks groups"),
         ("access", MssaAccess),
         ("dtype", ctypes.c_int),
-        *((name, ctypes.c_float) for name in ("scale", "threshold", "keep_factor")),
+        *fields(ctypes.c_float, "scale threshold keep_factor"),
         ("drop_last", ctypes.c_uint32),
         ("mask", MssaMask),
-        *((name, ctypes.c_bool) for name in ("select", "values", "products", "scores")),
+        *fields(ctypes.c_bool, "select values products scores"),
         ("results", ctypes.c_int),
         ("key_range", MssaRange),
     )
