@@ -86,7 +86,7 @@ def build():
 
 def _compile(target):
     compiler = shlex.split(get_cxx_compiler())
-    flags = [*FLAGS, *LIBRARY_FLAGS, *included()]
+    flags = [*FLAGS, *LIBRARY_FLAGS, "-include", str(HERE / "emulator.h"), *searched()]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         files = [path for path in EMULATOR if path.suffix != ".h"]
         objects = [Path(scratch) / f"{number}.o" for number in range(len(files))]
@@ -96,15 +96,20 @@ def _compile(target):
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(compile_one, files, objects))
+        for header in ("emulator.h", "entry.h"):
+            shutil.copy(HERE / header, target.parent)
+        entry, precompiled = target.parent / "entry.h", Path(scratch) / "entry.h.gch"
+        run([*compiler, *FLAGS, *searched(), "-x", "c++-header", str(entry), "-o", str(precompiled)])
+        os.replace(precompiled, target.parent / precompiled.name)
         linked = Path(scratch) / target.name
         folders = [f"-L{path}" for path in library_paths()]
         run([*compiler, "-shared", *map(str, objects), *folders, "-ltorch_cpu", "-o", str(linked)])
         os.replace(linked, target)
 
 
-def included():
-    """Return the options by which g++ finds PyTorch's headers, and reads the emulator's first."""
-    return ["-include", str(HERE / "emulator.h"), *(w for path in include_paths() for w in ("-isystem", path))]
+def searched():
+    """Return the options by which g++ finds PyTorch's headers."""
+    return [word for path in include_paths() for word in ("-isystem", path)]
 
 
 def run(command):

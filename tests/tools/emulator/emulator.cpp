@@ -1,5 +1,4 @@
 // The fibers of emulator.h: threads, warps, blocks and clusters.
-#include <csetjmp>
 #include <csignal>
 #include <memory>
 #include <mutex>
@@ -12,6 +11,7 @@
 
 #include <torch/headeronly/util/Exception.h>
 
+#include "../../../csrc/common/cuda/mma.cuh"
 #include "emulator_async.h"
 
 uint3 threadIdx, blockIdx;
@@ -48,10 +48,12 @@ class Guarded {
   unsigned char* base_;
 };
 
+using Context = void* [5];  // of the compiler's own setjmp: five words, where the library's saves all registers
+
 struct Fiber {
   Thread thread;
   Guarded stack{kStack};
-  jmp_buf context;
+  Context context;
   bool started = false, done = false;
   const Barrier* waits = nullptr;
   uint64_t generation = 0;
@@ -60,13 +62,19 @@ struct Fiber {
 
 std::vector<std::unique_ptr<Fiber>> fibers;
 const std::function<void()>* body = nullptr;
-jmp_buf scheduler;
+Context scheduler;
 ucontext_t first_entry;
 Fiber* running = nullptr;
+bool failed = false;
 std::string failure;
 
-void suspend() {
-  if (_setjmp(running->context) == 0) _longjmp(scheduler, 1);
+// Not in the function that comes back here: the compiler may then take the jump for one within its own frame.
+[[noreturn]] __attribute__((noinline)) void jump(Context& to) {
+  __builtin_longjmp(to, 1);
+}
+
+__attribute__((noinline)) void suspend() {
+  if (__builtin_setjmp(running->context) == 0) jump(scheduler);
 }
 
 void leave(Barrier& barrier, int live) {
@@ -101,13 +109,13 @@ void loop() {
   }
 }
 
-void resume(Fiber& fiber) {
+__attribute__((noinline)) void resume(Fiber& fiber) {
   running = &fiber;
   current = &fiber.thread;
   threadIdx.x = current->index;
   blockIdx.x = current->block->index;
-  if (_setjmp(scheduler) == 0) {
-    if (fiber.started) _longjmp(fiber.context, 1);
+  if (__builtin_setjmp(scheduler) == 0) {
+    if (fiber.started) jump(fiber.context);
     fiber.started = true;
     ucontext_t entry;
     getcontext(&entry);
@@ -129,9 +137,9 @@ void on_fault(int signal, siginfo_t*, void*) {
     std::signal(signal, SIG_DFL);
     return;
   }
-  failure = signal == SIGILL ? "a kernel used an address that is no multiple of what it read or wrote"
-                             : "a kernel left its shared memory, its stack or its tensors";
-  _longjmp(scheduler, 1);
+  report(signal == SIGILL ? "a kernel used an address that is no multiple of what it read or wrote"
+                          : "a kernel left its shared memory, its stack or its tensors");
+  jump(scheduler);
 }
 
 // Handles faults while kernels run. It has a stack of its own, because the kernel's may be the one that overflowed.
@@ -162,9 +170,9 @@ class FaultHandler {
   struct sigaction before_[kFaults];
 };
 
-void check_failure() {
-  if (failure.empty()) return;
+void throw_failure() {
   std::string what;
+  failed = false;
   std::swap(what, failure);
   fibers.clear();  // some stopped in the middle of a kernel
   STD_TORCH_CHECK(false, "emulator: ", what);
@@ -200,12 +208,12 @@ class Together {
         while (run_warp(device().descending ? warps - 1 - n : n, left)) moved = true;
       }
       if (!moved && left > 0 && !async::land()) {
-        failure = "threads wait for others that wait elsewhere or have returned";
-        check_failure();
+        report("threads wait for others that wait elsewhere or have returned");
+        throw_failure();
       }
     }
     async::finish();
-    check_failure();
+    if (failed) throw_failure();
     for (unsigned n = 0; n < count_; ++n) {
       for (const unsigned char* at = memory_[n]->end() - bytes_ - kCanary; at < memory_[n]->end() - bytes_; ++at) {
         STD_TORCH_CHECK(*at == 0xff, "emulator: a kernel wrote before its shared memory");
@@ -216,6 +224,7 @@ class Together {
  private:
   void start(unsigned first) {
     async::start(group_);
+    crate_kernels::emulated::forget_copies();
     for (Cluster& cluster : clusters_) cluster = {{}, static_cast<int>(cluster_ * threads_)};
     for (unsigned n = 0; n < count_; ++n) {
       unsigned char* const shared = memory_[n]->end() - bytes_;
@@ -243,7 +252,7 @@ class Together {
       fiber.waits = nullptr;
       fiber.until = nullptr;
       resume(fiber);
-      check_failure();
+      if (failed) throw_failure();
       left -= fiber.done;
     }
     return moved;
@@ -261,11 +270,12 @@ class Together {
 }  // namespace
 
 void fail(const char* what) {
-  failure = what;
-  _longjmp(scheduler, 1);
+  report(what);
+  jump(scheduler);
 }
 
 void report(const char* what) {
+  failed = true;
   failure = what;
 }
 

@@ -6,7 +6,8 @@
 // then give different results. Dynamic shared memory is NaN when a block starts. Protected pages around it stop a
 // kernel that leaves it. Errors are: threads that wait for each other forever, warps that meet at different places, and
 // launches that a device of the chosen kind would refuse.
-#pragma once
+#ifndef CRATE_KERNELS_EMULATOR_H  // a copy of this file is compiled beforehand: `once` would not know it again
+#define CRATE_KERNELS_EMULATOR_H
 
 #include <algorithm>
 #include <cmath>
@@ -273,3 +274,5 @@ template <class A, class B>
 constexpr std::common_type_t<A, B> max(A a, B b) {
   return a < b ? b : a;
 }
+
+#endif  // CRATE_KERNELS_EMULATOR_H

@@ -24,15 +24,14 @@ void activate() {
     state.blocks[n].granules.assign(state.group->blocks[n].shared_bytes / kGranule, {});
   }
   state.threads.assign(threads(), {});
-  for (int n = 0; n < threads(); ++n) {
-    state.threads[n].clock = {std::vector<Step>(threads() + 1), std::vector<Step>(threads() + 1)};
-    state.threads[n].clock.seen[n] = 1;
-  }
+  const std::vector<Step> none(threads() + 1);
+  const auto nothing = std::make_shared<Known>(Known{none, none});
+  for (int n = 0; n < threads(); ++n) state.threads[n].clock = Clock(nothing, n);
   state.warp_groups = std::vector<WarpGroup>(threads() / 128);
 }
 
 bool knows(const Clock& clock, const Access& access) {
-  return access.thread < 0 || clock.seen[access.thread] >= access.step;
+  return access.thread < 0 || clock.seen(access.thread) >= access.step;
 }
 
 }  // namespace
@@ -54,7 +53,7 @@ WarpGroup& warp_group() {
 }
 
 void step() {
-  ++mine().clock.seen[me()];
+  mine().clock.step();
 }
 
 Granule& granule(uint32_t address) {
@@ -63,10 +62,11 @@ Granule& granule(uint32_t address) {
 
 void check_free(const Granule& g) {
   const Clock& clock = mine().clock;
+  const int warp = me() / 32;
   if (g.landing) fail("shared memory is written while a copy may land there");
   if (!knows(clock, g.writer)) fail("shared memory is written twice with no barrier between");
   for (const Access& reader : g.readers) {
-    if (reader.thread / 32 == me() / 32 && reader.thread < threads()) continue;  // a warp's lanes ran it together
+    if (reader.thread / 32 == warp && reader.thread < threads()) continue;  // a warp's lanes ran it together
     if (!knows(clock, reader)) fail("shared memory is written while another thread or a product may read it");
   }
 }
@@ -76,8 +76,8 @@ void check_visible(const Granule& g, const Clock& issue) {
   if (g.landing) fail("an asynchronous operation reads what has not landed");
   if (g.writer.thread < 0) return;
   const bool by_engine = g.writer.thread == threads();
-  const std::vector<Step>& known = by_engine ? issue.seen : issue.fenced;
-  if (known[g.writer.thread] < g.writer.step) {
+  const int writer = g.writer.thread;
+  if ((by_engine ? issue.seen(writer) : issue.fenced(writer)) < g.writer.step) {
     fail(by_engine ? "an asynchronous operation reads what landed, and has not waited for it"
                    : "an asynchronous operation reads what no proxy fence and barrier have ordered before it");
   }
@@ -119,7 +119,7 @@ void finish() {
 
 void arrived(const Barrier& barrier) {
   if (!state.active) return;
-  state.barriers[&barrier].first.merge(mine().clock);
+  state.barriers[&barrier].first.add(mine().clock);
   step();
 }
 
@@ -132,7 +132,7 @@ void completed(const Barrier& barrier) {
 
 void ordered(const Barrier& barrier) {
   if (!state.active) return;
-  mine().clock.merge(state.barriers[&barrier].second);
+  mine().clock.join(state.barriers[&barrier].second);
   step();
 }
 
@@ -150,29 +150,27 @@ unsigned char* at(uint32_t address, int64_t bytes, uint32_t alignment) {
 
 void wrote(uint32_t address, int bytes) {
   at(address, bytes, 1);
+  const Access access = {me(), mine().clock.seen(me())};
   for (int n = 0; n < bytes; n += kGranule) {
     Granule& g = granule(address + n);
-    if (g.writer.thread / 32 == me() / 32) g.writer.thread = -1;  // a warp's lanes ran its accesses together
+    if (g.writer.thread / 32 == access.thread / 32) g.writer.thread = -1;  // a warp's lanes ran its accesses together
     check_free(g);
-    g.writer = {me(), mine().clock.seen[me()]};
+    g.writer = access;
     g.readers.clear();
   }
 }
 
 void read(uint32_t address, int bytes) {
   at(address, bytes, 1);
-  const Step now = mine().clock.seen[me()];
+  const Clock& clock = mine().clock;
+  const Access access = {me(), clock.seen(me())};
   for (int n = 0; n < bytes; n += kGranule) {
     Granule& g = granule(address + n);
     if (g.landing) fail("a thread reads what has not landed");
-    if (g.writer.thread != me() && !knows(mine().clock, g.writer)) {
+    if (g.writer.thread != access.thread && !knows(clock, g.writer)) {
       fail("a thread reads what no barrier has ordered before it");
     }
-    bool known = false;
-    for (Access& r : g.readers) {
-      if (r.thread == me()) r.step = now, known = true;
-    }
-    if (!known) g.readers.push_back({me(), now});
+    g.read_by(access);
   }
 }
 
@@ -198,8 +196,7 @@ void named_arrive(int barrier, int count) {
 }
 
 void proxy_fence() {
-  Clock& clock = mine().clock;
-  clock.fenced[me()] = clock.seen[me()];
+  mine().clock.fence();
   step();
 }
 
@@ -222,7 +219,7 @@ void mbarrier_arrive(uint32_t barrier, int bytes) {
   if (m.pending == 0) fail("more threads arrive at a barrier than it counts");
   m.bytes += bytes;
   --m.pending;
-  m.sum.merge(mine().clock);
+  m.sum.add(mine().clock);
   step();
   flip_if_complete(m);
 }
@@ -233,7 +230,7 @@ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     const std::function<bool()> over = [&m, parity] { return m.phase != parity; };
     suspend_until(over);
   }
-  mine().clock.merge(m.out);
+  mine().clock.join(m.out);
   step();
 }
 

@@ -20,9 +20,7 @@ bool land() {
   }
   MBarrier& m = of.mbarriers.at(copy.barrier);
   m.bytes -= static_cast<int64_t>(copy.data.size());
-  Clock engine = {std::vector<Step>(threads() + 1), std::vector<Step>(threads() + 1)};
-  engine.seen[threads()] = state.engine;
-  m.sum.merge(engine);
+  m.sum.add(threads(), state.engine);
   flip_if_complete(m);
   return true;
 }
@@ -63,7 +61,7 @@ void store_wait(int groups) {
       for (int n = 0; n < s.bytes; n += kGranule) {
         Granule& g = granule(s.from + n);
         check_visible(g, s.issue);
-        g.readers.push_back({me(), thread.clock.seen[me()]});
+        g.readers.push_back({me(), thread.clock.seen(me())});
       }
       for (int n = 0; n < s.bytes / 4; ++n) s.global[n] += reinterpret_cast<const float*>(from)[n];
     }
@@ -95,7 +93,7 @@ void copy_wait(int groups) {
       continue;
     }
     memcpy(at(copy.to, copy.size, copy.size), copy.bytes.data(), copy.size);
-    for (int n = 0; n < copy.size; n += kGranule) granule(copy.to + n).writer = {me(), mine().clock.seen[me()]};
+    for (int n = 0; n < copy.size; n += kGranule) granule(copy.to + n).writer = {me(), mine().clock.seen(me())};
   }
   step();
 }

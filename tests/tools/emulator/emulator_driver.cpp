@@ -92,12 +92,6 @@ std::string launches() {
 }  // namespace
 }  // namespace emulator
 
-namespace crate_kernels::emulated {
-
-__attribute__((visibility("default"))) int64_t products = 0;  // as emulator_mma.h declares it
-
-}  // namespace crate_kernels::emulated
-
 // Returns an error of CUDA, or kFailed where a kernel failed.
 EMULATED_API int emulated_launch(const emulator::DriverConfig* config, const emulator::Entry* kernel, void** parameters,
                                  void**) {

@@ -1,18 +1,11 @@
 // emulator_async.h: products of warp groups.
-#include <algorithm>
 #include <cstring>
 
-#include <torch/headeronly/util/Half.h>
-
+#include "emulator_numbers.h"
 #include "emulator_state.h"
 
 namespace emulator::async {
 namespace {
-
-float to_number(uint16_t bits, bool half) {
-  if (half) return c10::detail::fp16_ieee_to_fp32_value(bits);
-  return bits_of<float>(static_cast<uint32_t>(bits) << 16);
-}
 
 // The address of element (r, k) of an operand: r along M or N.
 uint32_t place(uint64_t descriptor, bool mn_major, int r, int k) {
@@ -31,38 +24,42 @@ uint32_t place(uint64_t descriptor, bool mn_major, int r, int k) {
   return mode == 0 ? address : address ^ (address >> 7 & (row / 8 - 1)) << 4;
 }
 
-uint16_t operand_bits(Issued& issued, uint32_t address) {
-  uint16_t bits;
-  memcpy(&bits, at(address, 2, 2), 2);
-  issued.granules.push_back(static_cast<int>((address - kBase) / kGranule));
-  return bits;
+// The numbers of an operand's 16-byte runs, which no swizzle splits: eight along K, or along M or N; to[k][row].
+void read_operand(Issued& issued, uint64_t descriptor, bool mn_major, int rows, double (*to)[256]) {
+  for (int r = 0; r < rows; r += mn_major ? 8 : 1) {
+    for (int k = 0; k < 16; k += mn_major ? 1 : 8) {
+      const uint32_t address = place(descriptor, mn_major, r, k);
+      uint16_t bits[8];
+      memcpy(bits, at(address, 16, 16), 16);
+      for (int n = 0; n < 8; ++n) (mn_major ? to[k][r + n] : to[k + n][r]) = to_number(bits[n], issued.what.half);
+      issued.runs.push_back(static_cast<int>((address - kBase) / kGranule));
+    }
+  }
 }
 
 void execute(Issued& issued) {
-  static float a[64][16], b[256][16];
+  static double a[16][256], b[16][256], sums[256];
   const Product& p = issued.what;
-  for (int m = 0; m < 64; ++m) {
-    for (int k = 0; k < 16; ++k) {
-      if (p.a_in_registers) {
+  if (p.a_in_registers) {
+    for (int m = 0; m < 64; ++m) {
+      for (int k = 0; k < 16; ++k) {
         const int thread = m / 16 * 32 + m % 8 * 4 + k % 8 / 2;
         const uint32_t pair = issued.registers[thread][m % 16 / 8 + k / 8 * 2];
-        a[m][k] = to_number(static_cast<uint16_t>(k % 2 ? pair >> 16 : pair), p.half);
-      } else {
-        a[m][k] = to_number(operand_bits(issued, place(p.a, p.mn_a, m, k)), p.half);
+        a[k][m] = to_number(static_cast<uint16_t>(k % 2 ? pair >> 16 : pair), p.half);
       }
     }
+  } else {
+    read_operand(issued, p.a, p.mn_a, 64, a);
   }
-  for (int n = 0; n < p.columns; ++n) {
-    for (int k = 0; k < 16; ++k) b[n][k] = to_number(operand_bits(issued, place(p.b, p.mn_b, n, k)), p.half);
-  }
+  read_operand(issued, p.b, p.mn_b, p.columns, b);
   const int count = p.columns / 2;
-  for (int thread = 0; thread < 128; ++thread) {
-    for (int i = 0; i < count; ++i) {
-      const int row = thread / 32 * 16 + thread % 32 / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + thread % 4 * 2 + i % 2;
-      double sum = 0.0;
-      for (int k = 0; k < 16; ++k) sum += static_cast<double>(a[row][k]) * b[column][k];
+  for (int row = 0; row < 64; ++row) {
+    multiply_row(a, b, row, p.columns, sums);
+    for (int column = 0; column < p.columns; ++column) {
+      const int thread = row / 16 * 32 + row % 8 * 4 + column % 8 / 2;
+      const int i = column / 8 * 4 + row % 16 / 8 * 2 + column % 2;
       float& value = issued.chain->values[thread * count + i];
-      value = static_cast<float>(p.adds ? sum + value : sum);
+      value = static_cast<float>(p.adds ? sums[column] + value : sums[column]);
     }
   }
 }
@@ -75,19 +72,17 @@ void retire(WarpGroup& group, Issued& issued) {
       fail("registers of an operand changed before the product was waited for");
     }
   }
-  std::sort(issued.granules.begin(), issued.granules.end());
-  issued.granules.erase(std::unique(issued.granules.begin(), issued.granules.end()), issued.granules.end());
+  std::vector<Granule>& granules = block().granules;
   const int first = me() / 128 * 128;
-  for (const int n : issued.granules) {
-    Granule& g = block().granules[n];
-    for (const Clock& issue : issued.issue) check_visible(g, issue);
-    for (int warp = 0; warp < 4; ++warp) {
-      const Access reader = {first + 32 * warp, state.threads[first + 32 * warp].clock.seen[first + 32 * warp]};
-      bool known = false;
-      for (Access& r : g.readers) {
-        if (r.thread == reader.thread) r.step = reader.step, known = true;
-      }
-      if (!known) g.readers.push_back(reader);
+  Access readers[4];
+  for (int warp = 0; warp < 4; ++warp) {
+    const int thread = first + 32 * warp;
+    readers[warp] = {thread, state.threads[thread].clock.seen(thread)};
+  }
+  for (const int run : issued.runs) {
+    for (int n = run; n < run + 16 / kGranule; ++n) {
+      check_visible(granules[n], issued.issue);
+      for (const Access& reader : readers) granules[n].read_by(reader);
     }
   }
   Chain& chain = *issued.chain;
@@ -142,7 +137,8 @@ void product(const Product& what, float* sums, const uint32_t* registers) {
       issued.copies.push_back({});
       memcpy(issued.copies.back().data(), issued.registers[thread], 16);
     }
-    for (int warp = 0; warp < 4; ++warp) issued.issue[warp] = state.threads[first + 32 * warp].clock;
+    const ThreadState* const threads = &state.threads[first];
+    issued.issue = common({&threads[0].clock, &threads[32].clock, &threads[64].clock, &threads[96].clock});
     if (device().early) execute(issued);
     group.open.push_back(std::move(issued));
   });

@@ -7,25 +7,9 @@
 #include <memory>
 
 #include "emulator_async.h"
+#include "emulator_clock.h"
 
 namespace emulator::async {
-
-using Step = uint32_t;
-
-// What a thread knows: of each thread, and of the engine that copies, the last step that it is ordered behind, and the
-// step of the last proxy fence. Steps begin at 1.
-struct Clock {
-  std::vector<Step> seen, fenced;
-
-  void merge(const Clock& other) {
-    if (other.seen.empty()) return;
-    if (seen.empty()) return void(*this = other);
-    for (size_t n = 0; n < seen.size(); ++n) {
-      seen[n] = std::max(seen[n], other.seen[n]);
-      fenced[n] = std::max(fenced[n], other.fenced[n]);
-    }
-  }
-};
 
 struct Access {
   int thread;
@@ -38,13 +22,20 @@ struct Granule {
   Access writer = {-1, 0};
   std::vector<Access> readers;  // since it was written
   bool landing = false;         // a copy has been issued and has not landed
+
+  void read_by(const Access& access) {
+    for (Access& reader : readers) {
+      if (reader.thread == access.thread) return void(reader.step = access.step);
+    }
+    readers.push_back(access);
+  }
 };
 
 struct MBarrier {
   int count = 0, pending = 0;
   int64_t bytes = 0;
   uint32_t phase = 0;
-  Clock sum, out;
+  Gathered sum, out;
 };
 
 struct Landing {
@@ -80,8 +71,8 @@ struct Issued {
   Chain* chain;
   std::array<const uint32_t*, 128> registers;
   std::vector<std::array<uint32_t, 4>> copies;  // of the registers as they were at the issue
-  std::array<Clock, 4> issue;                   // of each warp
-  std::vector<int> granules;
+  Clock issue;                                  // what all four warps know
+  std::vector<int> runs;                        // the first granules of the 16 bytes that it reads
 };
 
 struct WarpGroup {
@@ -114,7 +105,7 @@ struct State {
   std::vector<BlockState> blocks;
   std::vector<ThreadState> threads;
   std::vector<WarpGroup> warp_groups;
-  std::map<const Barrier*, std::pair<Clock, Clock>> barriers;  // of those who came; of the last completed generation
+  std::map<const Barrier*, std::pair<Gathered, Gathered>> barriers;  // who came; who came to the last generation
   std::vector<Landing> landings;
   Step engine = 0;
 };

@@ -1,10 +1,15 @@
-// A kernel behind the interface of the CUDA driver: what gpu.py compiles for each kernel that is launched by name.
-#pragma once
+// A kernel behind the interface of the CUDA driver: what each unit of gpu.py begins with. It is compiled once, with
+// what the kernels' headers include.
+#ifndef CRATE_KERNELS_EMULATOR_ENTRY_H  // `once` is for files that are not compiled by themselves
+#define CRATE_KERNELS_EMULATOR_ENTRY_H
 
 #include <cstddef>
 #include <string>
 #include <tuple>
 #include <utility>
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
 
 #include "emulator.h"
 
@@ -54,3 +59,5 @@ Entry entry() {
     static const emulator::Entry it = emulator::entry<__VA_ARGS__>();                         \
     return &it;                                                                               \
   }
+
+#endif  // CRATE_KERNELS_EMULATOR_ENTRY_H

@@ -16,7 +16,6 @@ from crate_kernels._cuda import launch, sources
 from crate_kernels._native import driver, libraries, ninja_build
 from tests.tools.plans import standin
 
-HERE = Path(__file__).parent
 KERNEL_FAILED = 999
 
 
@@ -78,9 +77,9 @@ class Emulated:
 
 def build(kernel, types, emulator):
     """Return the library of a kernel, compiled if it is not there yet."""
-    from tests.tools.emulator.emulated import FLAGS, included, run
+    from tests.tools.emulator.emulated import FLAGS, run, searched
 
-    unit = f'{sources.unit(kernel, types)}#include "{HERE / "entry.h"}"\nEMULATED_ENTRY({kernel.name})\n'
+    unit = f"{sources.unit(kernel, types)}EMULATED_ENTRY({kernel.name})\n"
     known = (FLAGS, unit, sorted(sources.headers(kernel.header).items()), str(emulator))
     target = emulator.parent / hashlib.sha256(repr(known).encode()).hexdigest()[:16] / "kernel.so"
     if target.exists():
@@ -89,8 +88,9 @@ def build(kernel, types, emulator):
         if not target.exists():
             source, linked = Path(scratch) / "unit.cpp", Path(scratch) / "unit.so"
             source.write_text(unit)
-            paths = ["-I", str(libraries.source_folder())]
-            command = [*shlex.split(get_cxx_compiler()), *FLAGS, *included(), *paths, "-Wno-invalid-offsetof"]
-            run([*command, "-shared", str(source), str(emulator), "-o", str(linked)])
+            precompiled = ["-include", str(emulator.parent / "entry.h")]  # g++ takes entry.h.gch, which is beside it
+            paths = [*searched(), "-I", str(libraries.source_folder())]
+            command = [*shlex.split(get_cxx_compiler()), *FLAGS, *precompiled, *paths, "-Wno-invalid-offsetof"]
+            run([*command, "-Winvalid-pch", "-shared", str(source), str(emulator), "-o", str(linked)])
             os.replace(linked, target)
     return target
