@@ -4,7 +4,7 @@
 // at the wait for them, or, if Device::early, as they are issued; until the wait their sums are NaN.
 //
 // Races are found by vector clocks (happens-before): every thread counts its steps, and knows of each other thread up
-// to which step it is ordered behind it. Barriers merge that knowledge. Each 16 bytes of shared memory remember who
+// to which step it is ordered behind it. Barriers merge that knowledge. Each 4 bytes of shared memory remember who
 // wrote and read them, at which step. A thread also knows of each other which step its last proxy fence was at:
 // asynchronous readers must know of a fence behind the write. Only accesses by the functions of hopper.cuh are
 // followed.
