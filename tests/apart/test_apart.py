@@ -1,5 +1,6 @@
 """The fuzzer of tests/apart: one round over its classes passes, and its judge sees what is wrong."""
 
+import itertools
 import math
 import re
 import warnings
@@ -30,6 +31,14 @@ def as_in_the_fuzzer(threads):
 @pytest.mark.parametrize("start", range(400, 600, 40))
 def test_drawn_calls_of_every_class_pass(start):
     verdicts = {seed: judge(draw(seed)) for seed in range(start, start + 40)}
+    assert not {seed: v for seed, v in verdicts.items() if v.status in ("failed", "broken")}
+
+
+@pytest.mark.skipif(not has_cpp(), reason="needs python -m crate_kernels build")
+@pytest.mark.parametrize("operator", ["mssa", "tssa"])
+def test_drawn_calls_of_cpp_pass(operator):
+    verdicts = {seed: judge(draw(seed, "cpp")) for seed in itertools.islice(seeds_of(operator), 40)}
+    assert {v.status for v in verdicts.values()} >= {"passed"}
     assert not {seed: v for seed, v in verdicts.items() if v.status in ("failed", "broken")}
 
 
