@@ -213,7 +213,7 @@ def to_op_arg(name: str, requested: str | None, taken: str | None = None) -> str
 
 
 # Takes the backends that serve a call for which none was named, the best in general first, and the arguments of the
-# kernel module's function; returns those to try, in order. A room states what it knows of its own kernels by one.
+# kernel module's function; returns those to try, in order. A package states what it knows of its kernels by one.
 BackendOrder = Callable[..., tuple[str, ...]]
 
 

@@ -202,7 +202,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Work:
-    """The least work of a call, as (forward, backward) pairs.
+    """The minimum work of a call, as (forward, backward) pairs.
 
     Attributes:
         flops: the customary count of floating-point operations; None if memory limits the call.
@@ -254,12 +254,12 @@ class Spec:
         cases: the cases compared with float64.
         draw: returns the tensors of a case in a dtype on a device, drawn by a generator.
         published: returns the reference implementation of a case: the eager PyTorch that users run today.
-        work: returns the least work of a case.
+        work: returns the minimum work of a case.
         tiny: returns calls on tiny tensors, of the op itself and of the public function: (device, tracked, backend).
         timed: the timed cases.
         sweep: the cases whose sizes vary; None if there are none.
         arguments: returns the tensors that benchmarks draw; those of ``draw`` by default.
-        excluded: says why (case, backend, dtype) is not held to the error tolerance; None if it is.
+        excluded: says why (case, backend, dtype) is not checked against the error tolerance; None if it is.
         providers: other providers that compute the operator.
         decoding: steps on the operator's cache; None if it has no cache.
         sampling: how exact results of long sequences are compared; None compares the whole result.

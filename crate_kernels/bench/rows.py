@@ -38,7 +38,7 @@ class BenchRow:
         loop_seconds: times of one call in loops that are synchronised at their end only; empty in earlier results.
         device_seconds: times by events on the device, with cold caches; empty on a CPU.
         error, times_eager, share: as in the gate's ``Verdict``.
-        flops, bytes: the least work, for TFLOP/s and GB/s; None if meaningless.
+        flops, bytes: the minimum work, for TFLOP/s and GB/s; None if meaningless.
         peak_bytes: peak bytes of tensors, less the bytes before the call.
         resident_bytes: peak rise of the process's resident memory.
         unit, amount: results per call (tokens, images), for rates; else "" and 0.

@@ -115,8 +115,10 @@ def _rows(tier: str, ops: list[str] | None, dtypes: list[str], device: torch.dev
                     if provider.name == providers.DEFAULT:  # the table names the backend that it times
                         continue
                     if tier != "quick" or provider.name in _QUICK:
-                        room = testing.SPECS[timed.case.op].package  # as the benchmarks name it: figures ask for that
-                        row = measuring.blank(room, timed, dtype, direction, provider.name)
+                        package = testing.SPECS[
+                            timed.case.op
+                        ].package  # as the benchmarks name it: figures ask for that
+                        row = measuring.blank(package, timed, dtype, direction, provider.name)
                         yield measuring.measure(row, timed, provider, device, timer)
 
 

@@ -31,7 +31,7 @@ _ROUNDS = 20
 _LIMIT = 100  # seconds per configuration; then its process ends, and it alone is lost
 _STDERR = 2
 _COMPILING = 0.5  # share of the minutes
-_TIME_IS_UP = "time is up: run again to go on"
+_TIME_IS_UP = "time is up: run again to resume"
 _INCOMPLETE = 3  # exit status
 _RANKED = Path(launch.__file__).with_name("ranked")  # the configurations worth timing first, by architecture
 

@@ -103,7 +103,7 @@ def _check(
         except NotImplementedError as refusal:
             excluded[str(refusal)] += 1
             continue
-        except Exception as error:  # a crashed kernel is a failed row; go on with the others
+        except Exception as error:  # a crashed kernel is a failed row; the others still run
             yield VerifyRow(str(case), backend, dtype_name, "", float("nan"), None, 0.0, False, repr(error))
             continue
         worst = max(results, key=lambda r: (not r.passed, r.error / r.budget if r.budget else r.error))

@@ -13,7 +13,7 @@ MACHINES = {
     "Intel, AVX-512": ("performance-intel", "intel"),
     "AMD, AVX2": ("performance", "avx2"),
 }
-CLOCKS = {"NVIDIA H200, its own clock": 0, "NVIDIA H200, calls from Python": 1}
+CLOCKS = {"NVIDIA H200, device clock": 0, "NVIDIA H200, calls from Python": 1}
 WORDS = re.findall(
     r"^\| ([\w ,-]+) \| `(\w+)` \| ([\w -]+) \| ([\w -]+) \| ([\w -]+) \|$",
     (pages.DOCS / "expect.md").read_text(),

@@ -34,7 +34,7 @@ REFUSED = {
     "a_cache_by_another_name": (
         lambda model: model(prompts(), cache_params=DynamicCache()),
         TypeError,
-        "CRATELMForCausalLM: a cache must be given as cache or past_key_values, got cache_params",
+        "CRATELMForCausalLM: a cache must be passed as cache or past_key_values, got cache_params",
     ),
     "mask": (
         lambda model: model(prompts(), attention_mask=torch.ones(2, 1, 5, 5)),

@@ -88,7 +88,7 @@ def test_operators_that_wait_elsewhere_are_fetched_and_cannot_be_set(kind):
     with torch.no_grad():
         assert_close(away(samples), network(samples))
     for change in (lambda: away.init(samples, labels), lambda: away.update(samples, labels), away.zero):
-        with pytest.raises(ValueError, match=f"{type(network[0]).__name__}: weights must be held here to be set"):
+        with pytest.raises(ValueError, match=f"{type(network[0]).__name__}: weights must be in memory to be set"):
             change()
 
 

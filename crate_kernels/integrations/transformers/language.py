@@ -231,7 +231,7 @@ def _one_cache(owner: str, cache: Any, others: dict[str, Any]) -> Any:
         warnings.warn(f"`past_key_values` {end}", FutureWarning, stacklevel=2)
     for name, value in others.items():
         if isinstance(value, Cache):
-            raise TypeError(f"{owner}: a cache must be given as cache or past_key_values, got {name}")
+            raise TypeError(f"{owner}: a cache must be passed as cache or past_key_values, got {name}")
     return given if cache is None else cache
 
 

@@ -157,7 +157,7 @@ class ReduLayer(nn.Module):
         weights = [cast(Operator, module).weight for module in (self.E, *self.Cs)]
         if weights[0].is_meta:
             name = type(self).__name__
-            raise ValueError(f"{name}: weights must be held here to be set, got the meta device: undo offloading first")
+            raise ValueError(f"{name}: weights must be in memory to be set, got the meta device: undo offloading first")
         for weight, value in zip(weights, operators, strict=True):
             weight.copy_(value.movedim((-2, -1), (0, 1)))
 
