@@ -117,7 +117,7 @@ def _rows(tier: str, ops: list[str] | None, dtypes: list[str], device: torch.dev
                     if tier != "quick" or provider.name in _QUICK:
                         package = testing.SPECS[
                             timed.case.op
-                        ].package  # as the benchmarks name it: figures ask for that
+                        ].package  # the name that figures ask for
                         row = measuring.blank(package, timed, dtype, direction, provider.name)
                         yield measuring.measure(row, timed, provider, device, timer)
 

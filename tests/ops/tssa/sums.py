@@ -5,6 +5,7 @@ import torch
 from crate_kernels import TokenStatsCache, testing, tssa
 from tests.apart.budget import FORWARD, GRADIENT, Budget
 from tests.ops.common import randn
+from tests.ops.tssa.common import bias, call, tokens
 
 SEEN, STEPS = 1e6, 10  # of a square of 0.09, float32 keeps two bits beside the sums of so many tokens
 
@@ -147,3 +148,22 @@ def floored_within_budget(draw, causal, channel, backend, device="cpu"):
     for w, _ in draws:
         w[..., 5] *= channel
     assert [m for m in measured(causal, backend, device, *draws) if not m.passed] == []
+
+
+def heads_told_apart(head_dim, causal, backend, device="cpu"):
+    """A token by itself has q = head_dim whatever it is: logits far from zero and close to each other."""
+    temp = 1 + 0.01 * randn(3, seed=7, dtype=torch.float32, device=device)
+    inputs = (tokens(8, 3, 1, head_dim, device=device), temp, *((bias(3, 1, device),) if causal else ()))
+    _, membership = call(causal, backend)(*inputs)
+    _, exact = call(causal, "reference")(*(t.double() for t in inputs))
+    assert ((membership.double() - exact).abs() <= 4 * torch.finfo(torch.float32).eps * exact).all()
+
+
+def nearly_all_of_a_token(nheads, seed, head_dim, causal, backend, device="cpu"):
+    """One head has it: logits are large and close, and what moves them is rounding unless it is added up with care."""
+    options = {"causal": causal, "return_membership": True}
+    case = testing.Case("tssa", "mixed-norms-wide", (1, nheads, 40, head_dim), options, special="mixed norms")
+    inputs = testing.make_inputs(case, torch.float32, device, seed=seed)
+    eager, exact = (testing.run(case, inputs.to(dtype), "reference") for dtype in (torch.float32, torch.float64))
+    measured = testing.measure(testing.run(case, inputs, backend), eager, exact, torch.float32)
+    assert [m for m in measured if not m.passed] == []

@@ -8,9 +8,16 @@ import torch
 
 from crate_kernels import testing
 from crate_kernels.ops.tssa import op
-from tests.ops.common import DTYPES, outputs_and_gradients, over_budget, randn
-from tests.ops.tssa.cuda import DEVICES, FORMS, WAYS, bias, call, going, temps, tokens
-from tests.ops.tssa.sums import DRAWN, FLOORS, drawn_within_budget, floored_within_budget
+from tests.ops.common import DTYPES, outputs_and_gradients, over_budget
+from tests.ops.tssa.common import DEVICES, FORMS, WAYS, bias, call, going, temps, tokens
+from tests.ops.tssa.sums import (
+    DRAWN,
+    FLOORS,
+    drawn_within_budget,
+    floored_within_budget,
+    heads_told_apart,
+    nearly_all_of_a_token,
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -58,25 +65,14 @@ def test_the_same_bits_in_any_order_of_threads(capability, order, causal, backen
 @FORMS
 @pytest.mark.parametrize("head_dim", [48, 64])
 def test_logits_keep_what_tells_heads_apart(head_dim, causal, backend):
-    """A token by itself has q = head_dim whatever it is: logits far from zero and close to each other."""
-    w, temp = tokens(8, 3, 1, head_dim), 1 + 0.01 * randn(3, seed=7, dtype=torch.float32)
-    more = (bias(3, 1),) if causal else ()
-    _, membership = call(causal, backend)(w, temp, *more)
-    _, exact = call(causal, "reference")(*(t.double() for t in (w, temp, *more)))
-    assert ((membership.double() - exact).abs() <= 4 * torch.finfo(torch.float32).eps * exact).all()
+    heads_told_apart(head_dim, causal, backend)
 
 
 @FORMS
 @pytest.mark.parametrize("head_dim", [48, 64])
 @pytest.mark.parametrize(("nheads", "seed"), [(2, 1), (6, 0), (6, 1)])
 def test_a_head_may_have_nearly_all_of_a_token(nheads, seed, head_dim, causal, backend):
-    """There the logits are large and close, and what moves them is rounding unless it is added up with care."""
-    options = {"causal": causal, "return_membership": True}
-    case = testing.Case("tssa", "mixed-norms-wide", (1, nheads, 40, head_dim), options, special="mixed norms")
-    inputs = testing.make_inputs(case, torch.float32, seed=seed)
-    eager, exact = (testing.run(case, inputs.to(dtype), "reference") for dtype in (torch.float32, torch.float64))
-    measured = testing.measure(testing.run(case, inputs, backend), eager, exact, torch.float32)
-    assert [m for m in measured if not m.passed] == []
+    nearly_all_of_a_token(nheads, seed, head_dim, causal, backend)
 
 
 @WAYS

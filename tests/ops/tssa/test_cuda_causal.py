@@ -5,7 +5,7 @@ import torch
 
 from crate_kernels import TokenStatsCache, testing
 from tests.ops.common import DTYPES
-from tests.ops.tssa.cuda import bias, call, temps, tokens
+from tests.ops.tssa.common import bias, call, temps, tokens
 from tests.ops.tssa.sums import steps_add_up
 
 

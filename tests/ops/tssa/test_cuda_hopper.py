@@ -6,7 +6,7 @@ import torch
 from crate_kernels import testing
 from tests.ops.common import outputs_and_gradients, randn
 from tests.ops.tssa import persistent, uncovered, walking
-from tests.ops.tssa.cuda import bias, call, halves, temps
+from tests.ops.tssa.common import bias, call, halves, temps
 from tests.ops.tssa.persistent import Persistent
 from tests.ops.tssa.walking import Walking
 

@@ -16,7 +16,7 @@ from crate_kernels.ops.tssa import op, timed
 from crate_kernels.ops.tssa.cuda import persistent, walking
 from crate_kernels.ops.tssa.cuda import tune as hopper_tune
 from tests.ops.common import outputs_and_gradients
-from tests.ops.tssa.cuda import bias, call, halves, temps, tokens
+from tests.ops.tssa.common import bias, call, halves, temps, tokens
 from tests.ops.tssa.persistent import MOST_SHARED, PAIRS, TWICE, Persistent
 from tests.ops.tssa.walking import BACK, EIGHT, Walking
 from tests.ops.tssa.walking import PAIRS as WALKS

@@ -9,7 +9,7 @@ from crate_kernels._cuda import launch
 from crate_kernels.ops.tssa import cuda
 from crate_kernels.ops.tssa.call import Saved, TSSACall
 from tests.ops.common import outputs_and_gradients, randn
-from tests.ops.tssa.cuda import FORMS, bias, call, going, temps, tokens
+from tests.ops.tssa.common import FORMS, bias, call, going, temps, tokens
 
 # (causal, emulated device, tokens, launches forward and backward)
 LAUNCHES = {

@@ -6,7 +6,7 @@ import torch
 from crate_kernels._cuda import launch
 from crate_kernels.ops.tssa import op
 from tests.ops.common import outputs_and_gradients
-from tests.ops.tssa.cuda import call, temps, tokens
+from tests.ops.tssa.common import call, temps, tokens
 from tests.ops.tssa.persistent import AHEAD, CASES, MORE, PAIRS, TWICE, Persistent, taking
 
 

@@ -6,7 +6,7 @@ import torch
 from crate_kernels._triton import table
 from crate_kernels.ops.tssa.cuda import walking
 from tests.ops.common import outputs_and_gradients, randn
-from tests.ops.tssa.cuda import bias, call, halves, temps
+from tests.ops.tssa.common import bias, call, halves, temps
 from tests.ops.tssa.persistent import MOST_SHARED
 from tests.ops.tssa.walking import CASES, MORE, PAIRS, Walking, config, taking
 

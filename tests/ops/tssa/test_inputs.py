@@ -5,9 +5,10 @@ from functools import partial
 import pytest
 import torch
 
-from crate_kernels import TokenStatsCache, tssa
+from crate_kernels import TokenStatsCache
 from crate_kernels.ops.tssa import op
 from tests.ops.common import backends, offsets, outputs_and_gradients, randn
+from tests.ops.tssa.common import call
 from tests.ops.tssa.sums import DRAWS, FLOORS, floored_within_budget, measured
 
 BACKENDS, FUSED = backends("tssa"), backends("tssa", reference=False)
@@ -27,15 +28,6 @@ def temps(device="cpu"):
 
 def biases(device="cpu", seqlen=SEQLEN):
     return 0.1 * randn(HEADS, seqlen, seed=3, dtype=torch.float32, device=device)
-
-
-def call(causal, backend, **options):
-    """Return ``tssa`` as a function of w, temp and possibly denom_bias."""
-
-    def function(w, temp, bias=None):
-        return tssa(w, temp, causal=causal, denom_bias=bias, return_membership=True, backend=backend, **options)
-
-    return function
 
 
 def pack(w):

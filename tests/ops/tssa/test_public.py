@@ -15,6 +15,7 @@ from tests.ops.common import (
     padding,
     randn,
 )
+from tests.ops.tssa.common import call
 from tests.ops.tssa.naive import tssa_causal_loop, tssa_loop
 
 BACKENDS, FUSED = backends("tssa"), backends("tssa", reference=False)
@@ -49,15 +50,6 @@ def inputs(causal=False, nheads=HEADS, bias=True, channel=1.0, seqlen=SEQLEN, ba
     w[..., 1] *= channel
     tensors = [w, 1 + 0.3 * randn(nheads, 1, seed=1)]
     return [*tensors, 0.1 * randn(nheads, seqlen + 2, 1, seed=2)] if causal and bias else tensors
-
-
-def call(causal, backend, **options):
-    """Return ``tssa`` as a function of w, temp and possibly denom_bias."""
-
-    def function(w, temp, bias=None):
-        return tssa(w, temp, causal=causal, denom_bias=bias, return_membership=True, backend=backend, **options)
-
-    return function
 
 
 def loop(causal, **options):

@@ -5,17 +5,18 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 
-from crate_kernels import TokenStatsCache, testing, tssa
+from crate_kernels import TokenStatsCache, testing
 from crate_kernels._triton.table import forced
 from crate_kernels.ops.tssa import op
 from crate_kernels.ops.tssa.triton import tables
 from tests.ops.common import backends, outputs_and_gradients, over_budget, randn
 from tests.ops.tssa import uncovered
+from tests.ops.tssa.common import FORMS, bias, call, temps, tokens
+from tests.ops.tssa.sums import heads_told_apart, nearly_all_of_a_token
 
 TRITON = [p for p in backends("tssa") if p.values[0] == "triton"]
 pytestmark = pytest.mark.skipif(not TRITON, reason="needs a GPU, or TRITON_INTERPRET=1")
 EACH = pytest.mark.parametrize(("backend", "device"), TRITON)
-FORMS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 WAYS = pytest.mark.parametrize("way", ["whole", "chunks"])
 
 
@@ -37,22 +38,6 @@ def going(way, lane=64):
         for table, config in configs.items():
             stack.enter_context(forced(table, config))
         yield
-
-
-def call(causal, backend, **options):
-    def function(w, temp, bias=None):
-        return tssa(w, temp, causal=causal, denom_bias=bias, return_membership=True, backend=backend, **options)
-
-    return function
-
-
-def tokens(device, *shape, dtype=torch.float32, seed=0):
-    batch, nheads, seqlen, head_dim = shape
-    return randn(batch, seqlen, nheads, head_dim, dtype=dtype, device=device, seed=seed).transpose(1, 2)
-
-
-def temps(nheads, device):
-    return 1 + 0.2 * randn(nheads, seed=7, dtype=torch.float32, device=device)
 
 
 def cases():
@@ -81,12 +66,7 @@ def test_chunks_are_within_budget(case, backend, device):
 @FORMS
 @pytest.mark.parametrize("head_dim", [48, 64])
 def test_logits_keep_what_tells_heads_apart(head_dim, causal, backend, device):
-    """A token by itself has q = head_dim whatever it is: logits far from zero and close to each other."""
-    w, temp = tokens(device, 8, 3, 1, head_dim), 1 + 0.01 * randn(3, seed=7, dtype=torch.float32, device=device)
-    bias = (0.02 * randn(3, 1, dtype=torch.float32, device=device, seed=3),) if causal else ()
-    _, membership = call(causal, backend)(w, temp, *bias)
-    _, exact = call(causal, "reference")(*(t.double() for t in (w, temp, *bias)))
-    assert ((membership.double() - exact).abs() <= 4 * torch.finfo(torch.float32).eps * exact).all()
+    heads_told_apart(head_dim, causal, backend, device)
 
 
 @EACH
@@ -94,13 +74,7 @@ def test_logits_keep_what_tells_heads_apart(head_dim, causal, backend, device):
 @pytest.mark.parametrize("head_dim", [48, 64])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_head_may_have_nearly_all_of_a_token(seed, head_dim, causal, backend, device):
-    """There the logits are large and close, and what moves them is rounding unless it is added up with care."""
-    options = {"causal": causal, "return_membership": True}
-    case = testing.Case("tssa", "mixed-norms-wide", (1, 6, 40, head_dim), options, special="mixed norms")
-    inputs = testing.make_inputs(case, torch.float32, device, seed=seed)
-    eager, exact = (testing.run(case, inputs.to(dtype), "reference") for dtype in (torch.float32, torch.float64))
-    measured = testing.measure(testing.run(case, inputs, backend), eager, exact, torch.float32)
-    assert [m for m in measured if not m.passed] == []
+    nearly_all_of_a_token(6, seed, head_dim, causal, backend, device)
 
 
 @EACH
@@ -128,7 +102,7 @@ def assert_same(found, expected, device):
 @FORMS
 @pytest.mark.parametrize("lay_out", STRIDES.values(), ids=STRIDES)
 def test_strides_change_no_result(lay_out, causal, backend, device):
-    w, dout = (lay_out(tokens(device, 2, 3, 19, 16, seed=seed)) for seed in (0, 1))
+    w, dout = (lay_out(tokens(2, 3, 19, 16, seed=seed, device=device)) for seed in (0, 1))
     dmembership = randn(3, 19, dtype=torch.float32, device=device, seed=2).expand(2, 3, 19)
 
     def run(w, dout, dmembership):
@@ -146,7 +120,7 @@ def test_strides_change_no_result(lay_out, causal, backend, device):
 @FORMS
 @WAYS
 def test_no_bit_changes_from_call_to_call(way, causal, backend, device):
-    tensors = tokens(device, 1, 3, 35, 16), temps(3, device)
+    tensors = tokens(1, 3, 35, 16, device=device), temps(3, device)
     with going(way):
         first, second = (outputs_and_gradients(call(causal, backend), *tensors) for _ in range(2))
     torch.testing.assert_close(first, second, rtol=0, atol=0)
@@ -157,7 +131,7 @@ def test_no_bit_changes_from_call_to_call(way, causal, backend, device):
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, where it interprets
 @pytest.mark.parametrize("future", [5.0, torch.nan], ids=["larger", "nan"])
 def test_no_bit_depends_on_the_future(future, way, backend, device):
-    w = tokens(device, 2, 3, 50, 16)
+    w = tokens(2, 3, 50, 16, device=device)
     other = torch.cat([w[:, :, :21], future * w[:, :, 21:]], dim=2)
     with going(way):
         results = [call(True, backend)(each, temps(3, device)) for each in (w, other)]
@@ -171,7 +145,7 @@ def test_no_bit_depends_on_the_future(future, way, backend, device):
 @WAYS
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, where it interprets
 def test_not_a_number_stays_one(way, causal, backend, device):
-    w = tokens(device, 1, 3, 40, 16)
+    w = tokens(1, 3, 40, 16, device=device)
     w[0, 1, 20, 3] = torch.nan
     with going(way):
         out, membership = call(causal, backend)(w, temps(3, device))
@@ -185,9 +159,9 @@ def test_not_a_number_stays_one(way, causal, backend, device):
 @WAYS
 def test_any_backward_follows_any_forward(way, causal, backend, device):
     """What is saved is the op's: composite takes up what Triton's forward saved, and the other way round."""
-    w, dout = (tokens(device, 1, 3, 21, 16, seed=seed) for seed in (0, 1))
-    bias = (0.1 * randn(3, 21, dtype=torch.float32, device=device, seed=3),) if causal else ()
-    inputs, options = (w, temps(3, device), *bias), (None, None, 0, torch.tensor(11, device=device), 0.3)
+    w, dout = (tokens(1, 3, 21, 16, seed=seed, device=device) for seed in (0, 1))
+    more = (bias(3, 21, device),) if causal else ()
+    inputs, options = (w, temps(3, device), *more), (None, None, 0, torch.tensor(11, device=device), 0.3)
     forward, backward = (op.tssa_causal_fwd, op.tssa_causal_bwd) if causal else (op.tssa_fwd, op.tssa_bwd)
     with going(way):
         saved = {name: forward(*inputs, *options, name) for name in ("composite", backend)}
@@ -217,7 +191,7 @@ def test_packed_rows_of_no_sequence_are_zero(bounds, longest, way, causal, backe
 @pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
 def test_a_long_prompt_goes_by_chunks(ragged, backend, device):
     """Its sums then continue the state, and single steps continue them."""
-    w, bias = tokens(device, 3, 3, 50, 16), 0.1 * randn(3, 60, dtype=torch.float32, device=device, seed=3)
+    w, biases = tokens(3, 3, 50, 16, device=device), bias(3, 60, device)
     kept = torch.tensor([40, 17, 0] if ragged else [40] * 3, device=device)
     mask = torch.arange(40, device=device) < kept[:, None] if ragged else None
     results = []
@@ -225,7 +199,7 @@ def test_a_long_prompt_goes_by_chunks(ragged, backend, device):
         cache = TokenStatsCache(3, 3, 16, device=device)
         with going(way):
             parts = [
-                call(True, backend, cache=cache, key_padding_mask=m)(part, temps(3, device), bias)
+                call(True, backend, cache=cache, key_padding_mask=m)(part, temps(3, device), biases)
                 for part, m in ((w[:, :, :2], None), (w[:, :, 2:42], mask), (w[:, :, 42:43], None))
             ]
         assert cache.lengths.tolist() == (kept + 3).tolist()
@@ -246,7 +220,7 @@ def test_the_gradient_of_the_bias_adds_many_sequences(lengths, backend, device):
 @EACH
 def test_the_bias_ends_with_the_sequence_not_with_the_tensor(backend, device):
     """Rows of the bias lie as far apart as the caller's tensor has them."""
-    w, wide = tokens(device, 2, 3, 19, 16), randn(3, 64, dtype=torch.float32, device=device, seed=3)
+    w, wide = tokens(2, 3, 19, 16, device=device), randn(3, 64, dtype=torch.float32, device=device, seed=3)
     cut = outputs_and_gradients(call(True, backend), w, temps(3, device), wide[:, :19].contiguous())
     view = outputs_and_gradients(lambda w, t, b: call(True, backend)(w, t, b[:, ::2]), w, temps(3, device), wide)
     every_other = outputs_and_gradients(call(True, backend), w, temps(3, device), wide[:, ::2].contiguous())

@@ -1,4 +1,4 @@
-"""What the tests of tssa's CUDA kernels under the emulator share: forms, emulated devices, inputs."""
+"""What the tests of tssa share: forms, inputs, and the devices that the emulator is."""
 
 import pytest
 import torch
@@ -27,24 +27,26 @@ def going(device, way):
 
 
 def call(causal, backend, **options):
+    """Return ``tssa`` as a function of w, temp and possibly denom_bias."""
+
     def function(w, temp, bias=None):
         return tssa(w, temp, causal=causal, denom_bias=bias, return_membership=True, backend=backend, **options)
 
     return function
 
 
-def tokens(*shape, dtype=torch.float32, seed=0):
+def tokens(*shape, dtype=torch.float32, seed=0, device="cpu"):
     batch, nheads, seqlen, head_dim = shape
-    return randn(batch, seqlen, nheads, head_dim, dtype=dtype, seed=seed).transpose(1, 2)
+    return randn(batch, seqlen, nheads, head_dim, dtype=dtype, seed=seed, device=device).transpose(1, 2)
 
 
 def halves(*shape, seed=0):
     return tokens(*shape, dtype=torch.bfloat16, seed=seed)
 
 
-def temps(nheads):
-    return 1 + 0.2 * randn(nheads, seed=7, dtype=torch.float32)
+def temps(nheads, device="cpu"):
+    return 1 + 0.2 * randn(nheads, seed=7, dtype=torch.float32, device=device)
 
 
-def bias(nheads, seqlen):
-    return 0.1 * randn(nheads, seqlen, dtype=torch.float32, seed=3)
+def bias(nheads, seqlen, device="cpu"):
+    return 0.1 * randn(nheads, seqlen, dtype=torch.float32, seed=3, device=device)
