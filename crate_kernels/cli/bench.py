@@ -115,9 +115,7 @@ def _rows(tier: str, ops: list[str] | None, dtypes: list[str], device: torch.dev
                     if provider.name == providers.DEFAULT:  # the table names the backend that it times
                         continue
                     if tier != "quick" or provider.name in _QUICK:
-                        package = testing.SPECS[
-                            timed.case.op
-                        ].package  # the name that figures ask for
+                        package = testing.SPECS[timed.case.op].package  # the name that figures ask for
                         row = measuring.blank(package, timed, dtype, direction, provider.name)
                         yield measuring.measure(row, timed, provider, device, timer)
 
