@@ -97,6 +97,7 @@ def test_a_roofline_is_the_lower_of_copy_and_product():
     np.testing.assert_allclose(ys, np.minimum(xs * 1e10, 2e11) / 1e12)
     assert values(cpp) == [[300.0], [pytest.approx(0.03)]]
     assert values(eager) == [[300.0], [pytest.approx(0.01)]]
+    assert [line.get_linewidth() for line in (cpp, eager)] == [0, 0], "calls are points, not a curve"
     assert "fp32; a CPU" in ax.get_title()
     assert "bf16; a CPU" in figures.roofline(Results(MACHINE, found), "bf16").axes[0].get_title()
     assert ax.get_xscale() == ax.get_yscale() == "log"

@@ -221,6 +221,13 @@ def test_an_exported_model_takes_its_own_size_and_others():
         assert_close(exported(given), model(given))
 
 
+def test_positions_of_the_same_grid_are_not_interpolated():
+    positions = torch.randn(1, 7, 4)
+    assert vision.resize_positions(positions, (2, 3), (2, 3)) is positions
+    assert vision.resize_positions(positions, (2, 3), (3, 2)).shape == (1, 7, 4)
+    assert not torch.equal(vision.resize_positions(positions, (2, 3), (3, 2)), positions)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
 def test_positions_are_resized_in_their_dtype_or_better(dtype):
     positions = torch.randn(1, 13, 8, dtype=torch.float64).to(dtype)

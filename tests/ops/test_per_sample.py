@@ -31,6 +31,8 @@ CALLS = {
     "ista_overcomplete": (ista_overcomplete, (X, DICTIONARY), True),
     "ista_overcomplete-decoder": (ista_overcomplete, (X, DICTIONARY, DECODER), True),
 }
+# Those whose backward is one call too. The others have one a sample, for the gradient of a parameter.
+ONE_BACKWARD = {"mssa", "mssa-lse", "mssa-pad", "ista", "ista-soft", "ista-one-token"}
 FEW = {"mssa", "tssa", "tssa-causal", "ista", "ista_overcomplete"}
 pytestmark = pytest.mark.usefixtures("plain_backend")
 
@@ -102,10 +104,15 @@ def test_one_call_serves_the_samples_of_shared_parameters(name, monkeypatch):
 
     loss, tensors, _ = losses(name, "plain" if op(name) == "mssa" else "composite")
     in_dims, sizes, run = (0, *(None for _ in tensors[1:])), [], core.run
-    monkeypatch.setattr(core, "run", lambda *a, **k: (sizes.append(a[4].numel()), run(*a, **k))[1])
+    monkeypatch.setattr(
+        core, "run", lambda *a, **k: (sizes.append(0 if a[4] is None else a[4].numel()), run(*a, **k))[1]
+    )
     vmap(loss, in_dims)(*given(tensors, in_dims))
     assert len(sizes) == 1
     assert name == "ista-one-token" or sizes == [tensors[0].numel()]
+    sizes.clear()
+    vmap(grad(loss), in_dims)(*given(tensors, in_dims))
+    assert len(sizes) == 1 + (1 if name in ONE_BACKWARD else len(W))
 
 
 @CASES

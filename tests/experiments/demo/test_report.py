@@ -1,10 +1,15 @@
 """What is measured inside the model, and how it is told."""
 
+from io import StringIO
+from types import SimpleNamespace
+
 import pytest
 import torch
+from rich.console import Console
 
 from crate_kernels import analysis
-from crate_kernels.experiments.demo import compare, figures, report, whitebox
+from crate_kernels.experiments.common.trial import Trial
+from crate_kernels.experiments.demo import compare, figures, job, report, whitebox
 from tests.experiments.demo.common import CPU, assert_equal
 
 
@@ -55,6 +60,28 @@ def test_costs_are_told_as_what_was_won():
         ["17 tokens, batch 100: seconds a step", "2.000", "0.500", "4.00x"],
         ["17 tokens, batch 100: peak memory, MiB", "90", "30", "3.00x"],
     ]
+
+
+@pytest.mark.parametrize("fused", [(2.0, 1.0), (2.0, 9.0)])
+@pytest.mark.parametrize("seconds", [None, 61.7])
+def test_what_is_printed_at_the_end(seconds, fused, tmp_path):
+    agreement = compare.Agreement(list(fused), [2.0, 1.0], [1e-6, 1e-6], [1e-3, 1e-3])
+    inside = torch.tensor([[10.04, 10.06], [0.24, 0.26]]), torch.tensor([[0.25, 0.25], [0.0104, 0.0104]])
+    before = whitebox.Layers(*inside, *[torch.eye(2).expand(2, 2, 2)] * 2)
+    after = whitebox.Layers(*(2 * each for each in inside), before.coherence, before.gram)
+    training = SimpleNamespace(config=SimpleNamespace(depth=2), seconds=seconds, watched=[(1, 0.98765)])
+    written = StringIO()
+    trial = Trial("demo", tmp_path, CPU, console=Console(file=written, width=200))
+    job._print(report.Outcome(training, 0.87654, agreement, [COST], before, after, None), trial)
+    *table, same, rates, nonzeros, accuracy = written.getvalue().splitlines()
+    assert [cell.strip() for cell in table[3].split("│")[1:-1]] == report.cost_rows([COST])[0]
+    verdict, apart = ("agrees with", "0.0e+00") if fused[1] == 1 else ("DISAGREES with", "8.0e+00")
+    assert same == f"Same model: the fused loss {verdict} the naive one over 2 steps, at most {apart} apart"
+    told = "layers 1 to 2, before to after training"
+    assert rates == f"White box: coding rate after MSSA, {told}: 10.1 to 20.1, 0.2 to 0.5"
+    assert nonzeros == f"White box: nonzeros after ISTA, {told}: 0.250 to 0.500, 0.010 to 0.021"
+    took = "" if seconds is None else ", trained in 62 s"
+    assert accuracy == f"Test accuracy 0.9877{took}; 3 nearest neighbours 0.8765"
 
 
 def test_the_accuracy_is_that_after_the_last_step(training):

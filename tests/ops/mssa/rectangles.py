@@ -22,6 +22,7 @@ class Case(NamedTuple):
     magnitude: float = 1.0
     far: bool = False  # all columns are far from all rows
     strided: bool = False
+    every_head: bool = False  # no head is elsewhere
     seqlen: int = 200
     head_dim: int = 16
 
@@ -48,6 +49,7 @@ CASES = {
     "causal-inside": Case((70, 100), (0, 200), causal=True),
     "causal-around": Case((0, 200), (70, 100), causal=True),
     "dropout": Case(*AFTER, dropout_p=0.4),
+    "dropout-every-head": Case((3, 40), (20, 90), dropout_p=0.4, every_head=True, seqlen=90),
     "dropout-whole": Case(*WHOLE, dropout_p=0.4),
     "causal-dropout-across": Case(*ACROSS, causal=True, dropout_p=0.4),
     "padded": Case(*AFTER, padded="scattered"),
@@ -101,7 +103,8 @@ def drawn(case, dtype, device="cpu"):
         w, dout = (t.repeat_interleave(2, -1)[..., ::2].transpose(0, 1).contiguous().transpose(0, 1) for t in (w, dout))
     seed = torch.tensor(77, device=device) if case.dropout_p else None
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    call = RectangularCall(causal=case.causal, scale=scale, seed=seed, dropout_p=case.dropout_p, **HEADS)
+    heads = {} if case.every_head else HEADS
+    call = RectangularCall(causal=case.causal, scale=scale, seed=seed, dropout_p=case.dropout_p, **heads)
     mask = mask_of(case.padded, case.seqlen)
     if case.padded in ("rows", "columns"):  # the others are all kept, and have no mask
         mask[:, slice(*(case.columns if case.padded == "rows" else case.rows))] = True
