@@ -4,8 +4,8 @@ import torch
 
 from crate_kernels._triton.table import forced
 from crate_kernels.ops.ista.call import ISTACall, OvercompleteCall
+from crate_kernels.ops.ista.triton import bits, tables
 from crate_kernels.ops.ista.triton import launch as kernels
-from crate_kernels.ops.ista.triton import tables
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 
@@ -46,3 +46,9 @@ def overcomplete(tokens, dim, hidden, dtype=HALF):
         kernels.backward_overcomplete(out, x, weight, weight, *saved, options)
 
     return call
+
+
+def gated(tokens, words, dtype=HALF):
+    """Return a call that writes the bits of codes, ``words`` of 32 numbers a token."""
+    codes = torch.empty(tokens, 32 * words, dtype=dtype, device="meta")
+    return lambda: bits.packed(codes)

@@ -68,6 +68,7 @@ FORMS = {
     "ista.overcomplete": SizedForm(
         ista.overcomplete, {"dim": DIMS, "hidden": DIMS}, {"tokens": LENGTHS, "dtype": DTYPES}
     ),
+    "ista.gated": SizedForm(ista.gated, {"tokens": LENGTHS, "words": (1, 4, 96)}, {"dtype": DTYPES[:2]}),
 }
 
 
