@@ -16,6 +16,7 @@ from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_p
 
 from crate_kernels._cuda import sources
 from crate_kernels._native import libraries, ninja_build
+from crate_kernels._native.compilers import find_cxx
 from tests.tools import natives
 from tests.tools.emulator import gpu
 
@@ -76,7 +77,8 @@ def build():
     """Return the emulator's library, compiled if it is not there yet."""
     texts = [path.read_text() for path in EMULATOR]
     headers = [sorted(sources.headers(name).items()) for name in _FROM_CSRC.findall("\n".join(texts))]
-    key = hashlib.sha256(repr((FLAGS, LIBRARY_FLAGS, texts, headers)).encode())
+    # What is compiled beforehand is of one compiler and one PyTorch.
+    key = hashlib.sha256(repr((find_cxx(), torch.__version__, FLAGS, LIBRARY_FLAGS, texts, headers)).encode())
     target = Path.home() / ".cache" / "crate_kernels" / f"emulated-{key.hexdigest()[:16]}" / "_emulated.so"
     with ninja_build.locked(target.parent):
         if not target.exists():
