@@ -17,7 +17,7 @@ _WORDS = 128  # that a program writes
 
 @triton.jit(do_not_specialize=("words",))
 def _ista_bits_kernel(gate_ptr, bits_ptr, words, BLOCK: tl.constexpr):
-    """Write ``words`` of 4 bytes, each of 8 numbers, the first number in the lowest bit.
+    """Write ``words`` of 4 bytes; a byte has the bits of 8 numbers, that of the first number lowest.
 
     The compiler knows a word's numbers to be inside or outside together: a thread reads 16 bytes and writes 4 at once.
     """

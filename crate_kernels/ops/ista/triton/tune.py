@@ -45,14 +45,16 @@ def _product(tokens: int, inner: int, columns: int, device: str = "cuda") -> Cal
     return make
 
 
-def _linear(table: Table, tokens: int, inner: int, columns: int, device: str = "cuda") -> Callable[[], Prepared]:
-    """Return what prepares a product of a backward pass with an addend, the matrix transposed, or with a gate too."""
+def _linear(
+    tokens: int, inner: int, columns: int, is_gated: bool = False, device: str = "cuda"
+) -> Callable[[], Prepared]:
+    """Return what prepares a product of a backward pass: it has an addend, and a gate or a transposed matrix."""
 
     def make() -> Prepared:
         left, base = _draw(tokens, inner, device=device), _draw(tokens, columns, device=device)
         right = (_draw(columns, inner, device=device) * inner**-0.5).t()
         gate = None
-        if table is tables.GATED:
+        if is_gated:
             right, gate = right.contiguous(), base.flip(0).relu()
 
         def call() -> Tensor:
@@ -96,9 +98,9 @@ def workloads() -> list[Workload]:
         for tokens, bucket in ((1, 16), (788, 1024), (25216, None)):
             row = LaunchRow({}, inner, bucket, half=True)
             found.append(Workload(tables.PRODUCT, row, _product(tokens, inner, columns)))
-            found.append(Workload(tables.LINEAR, row, _linear(tables.LINEAR, tokens, inner, columns)))
+            found.append(Workload(tables.LINEAR, row, _linear(tokens, inner, columns)))
             if inner == columns:  # a gate is of codes, four times as wide
-                found.append(Workload(tables.GATED, row, _linear(tables.GATED, tokens, inner, 4 * columns)))
+                found.append(Workload(tables.GATED, row, _linear(tokens, inner, 4 * columns, is_gated=True)))
     # Around the number of tokens at which either form is as many FLOP.
     for dim in (384, 576, 768, 1024):
         for tokens in (256, 512, 1024, 2048):
