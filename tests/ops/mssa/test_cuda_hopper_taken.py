@@ -1,7 +1,5 @@
 """The kernels for Hopper GPUs behind mssa, under the emulator: who takes them, what they leave, what tuning times."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -11,7 +9,6 @@ from crate_kernels._triton.table import LaunchRow
 from crate_kernels.cli.tune import judge
 from crate_kernels.ops.mssa import timed
 from crate_kernels.ops.mssa.cuda import heads, long_pairs, long_rows
-from crate_kernels.ops.mssa.cuda import tune as hopper_tune
 from tests.ops import test_uncovered
 from tests.ops.mssa.heads import Heads, LongPairs, LongRows
 from tests.ops.mssa.hopper import both_ways, taking
@@ -237,14 +234,3 @@ def test_tuning_times_them(kind, causal, gradient, hopper, monkeypatch):
     shipped = launch_table.shipped(torch.device("cpu"), 64, bucket, causal, torch.float16)
     found = tune.search(workload, shipped, clock, judge)
     assert (found.config, kernels) == (config, [False, True])
-
-
-def test_only_a_gpu_that_has_them_times_them(monkeypatch):
-    assert hopper_tune.workloads() == []
-    monkeypatch.setattr(hopper_tune.backends, "unavailable_reason", lambda *args: None)
-    for capability, count in ((80, 0), (90, 32), (100, 0)):
-        monkeypatch.setattr(hopper_tune.launch, "gpu", lambda device, c=capability: SimpleNamespace(capability=c))
-        every = hopper_tune.workloads()
-        assert len({str(one) for one in every}) == len(every) == count
-        of = (heads.FORWARD, heads.BACKWARD, long_rows.FORWARD, long_rows.BACKWARD, long_pairs.BACKWARD)
-        assert all(one.table in of for one in every)

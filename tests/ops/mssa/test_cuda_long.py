@@ -16,22 +16,17 @@ LATE = ["packed", "72-channels", "many-tiles", "causal-padded", "causal-128-chan
 EARLY = ["257-tokens", "causal-holes"]
 
 
+@pytest.mark.parametrize("check", [run_and_check_forward, run_and_check], ids=["forward", "backward"])
 @pytest.mark.parametrize(("case", "early"), often_both_ways(LONG_CASES, LATE, EARLY))
-def test_the_forward_of_long_rows(case, early, device):
+def test_long_rows(case, early, check, device):
     device(**HOPPER, early=early)
-    run_and_check_forward(LongRows(case, torch.bfloat16))
+    check(LongRows(case, torch.bfloat16))
 
 
 @pytest.mark.parametrize("case", often(["257-tokens", "holes", "128-channels", "causal-packed"], ["257-tokens"]))
 def test_the_forward_of_long_rows_in_fp16(case, device):
     device(**HOPPER)
     run_and_check_forward(LongRows(case, torch.float16))
-
-
-@pytest.mark.parametrize(("case", "early"), often_both_ways(LONG_CASES, LATE, EARLY))
-def test_the_backward_of_long_rows(case, early, device):
-    device(**HOPPER, early=early)
-    run_and_check(LongRows(case, torch.bfloat16))
 
 
 @pytest.mark.parametrize("case", often(["causal-padded", "257-tokens", "packed", "128-channels"], ["causal-padded"]))

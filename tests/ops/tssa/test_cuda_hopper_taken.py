@@ -14,7 +14,6 @@ from crate_kernels._triton.table import LaunchRow
 from crate_kernels.cli.tune import judge
 from crate_kernels.ops.tssa import op, timed
 from crate_kernels.ops.tssa.cuda import persistent, walking
-from crate_kernels.ops.tssa.cuda import tune as hopper_tune
 from tests.ops.common import outputs_and_gradients
 from tests.ops.tssa.common import bias, call, halves, temps, tokens
 from tests.ops.tssa.persistent import MOST_SHARED, PAIRS, TWICE, Persistent
@@ -214,17 +213,6 @@ def test_tuning_times_them(kind, config, tables, sizes, buckets, backward, launc
     shipped = of.shipped(torch.device("cpu"), *buckets, kind.causal, torch.float16)
     assert tune.search(few, shipped, clock, judge).config == config
     assert times == [False, True]
-
-
-def test_only_a_gpu_that_has_them_times_them(monkeypatch):
-    assert hopper_tune.workloads() == []
-    monkeypatch.setattr(hopper_tune.backends, "unavailable_reason", lambda *args: None)
-    for capability, count in ((80, 0), (90, 22), (100, 0)):
-        monkeypatch.setattr(hopper_tune.launch, "gpu", lambda device, c=capability: SimpleNamespace(capability=c))
-        every = hopper_tune.workloads()
-        assert len({str(one) for one in every}) == len(every) == count
-        of = (persistent.FORWARD, persistent.BACKWARD, walking.FORWARD, walking.BACKWARD)
-        assert all(one.table in of for one in every)
 
 
 @pytest.mark.parametrize(("nheads", "head_dim"), [(4, 48), (8, 48), (16, 48), (8, 64), (12, 64)], ids=str)
