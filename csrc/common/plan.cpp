@@ -14,13 +14,9 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <optional>
-#include <shared_mutex>
 #include <string>
 #include <string_view>
-#include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -30,6 +26,7 @@
 
 #include "plan_driver.h"
 #include "plan_program.h"
+#include "plan_table.h"
 #include "tensor.h"
 
 namespace crate_kernels {
@@ -55,110 +52,7 @@ namespace {
 
 using torch::stable::Tensor;
 
-constexpr size_t kMostPlans = 4096, kMostSeen = 65536;
-constexpr int kMostKeyWords = 160;
-
-uint64_t mix(uint64_t hash, uint64_t word) {
-  hash = (hash ^ word) * 0x9E3779B97F4A7C15ull;
-  return hash ^ (hash >> 29);
-}
-
-// What decides which kernels a call launches with which parameters.
-struct Key {
-  std::array<uint64_t, kMostKeyWords> words;
-  int count = 0;
-  uint64_t hash = 0xCBF29CE484222325ull;
-  bool whole = true;  // false: a tensor that has no key
-
-  explicit Key(int64_t number) { add(static_cast<uint64_t>(number)); }
-
-  void add(uint64_t word) {
-    if (count == kMostKeyWords) {
-      whole = false;
-      return;
-    }
-    words[count++] = word;
-    hash = mix(hash, word);
-  }
-
-  void tensor(AtenTensorHandle t) {
-    static const int32_t strided = aoti_torch_layout_strided();
-    int32_t layout = 0, dtype = 0, type = 0, index = 0;
-    int64_t dims = 0, *sizes = nullptr, *strides = nullptr, stored = 0, offset = 0;
-    void* data = nullptr;
-    if (aoti_torch_get_layout(t, &layout) != 0 || layout != strided || aoti_torch_get_dim(t, &dims) != 0 ||
-        aoti_torch_get_sizes(t, &sizes) != 0 || aoti_torch_get_strides(t, &strides) != 0 ||
-        aoti_torch_get_dtype(t, &dtype) != 0 || aoti_torch_get_device_type(t, &type) != 0 ||
-        aoti_torch_get_device_index(t, &index) != 0 || aoti_torch_get_data_ptr(t, &data) != 0 ||
-        aoti_torch_get_storage_size(t, &stored) != 0 || aoti_torch_get_storage_offset(t, &offset) != 0) {
-      whole = false;
-      return;
-    }
-    const uint64_t aligned = reinterpret_cast<uintptr_t>(data) % 16 == 0;
-    // Threads of the CPU decide what Python chooses there.
-    const uint64_t threads = type == 0 ? torch::stable::get_num_threads() : 0;
-    add(static_cast<uint64_t>(dims) | static_cast<uint64_t>(dtype) << 8 | static_cast<uint64_t>(type) << 16 |
-        static_cast<uint64_t>(index & 255) << 24 | aligned << 32 | threads << 40);
-    for (int64_t d = 0; d < dims; ++d) {
-      add(static_cast<uint64_t>(sizes[d]));
-      add(static_cast<uint64_t>(strides[d]));
-    }
-    whole &= reach_of(dims, sizes, strides, offset, dtype) <= stored;  // Python says what was freed
-  }
-};
-
-class Table {
- public:
-  std::shared_ptr<const Plan> find(const Key& key) const {
-    std::shared_lock hold(lock_);
-    for (auto [at, end] = plans_.equal_range(key.hash); at != end; ++at) {
-      const std::vector<uint64_t>& words = at->second->key;
-      if (words.size() == static_cast<size_t>(key.count) &&
-          std::memcmp(words.data(), key.words.data(), words.size() * sizeof(uint64_t)) == 0) {
-        return at->second;
-      }
-    }
-    return nullptr;
-  }
-
-  // Returns whether a key was met before. Two keys of one hash only record a plan early.
-  bool meet(const Key& key) {
-    std::unique_lock hold(lock_);
-    if (seen_.size() >= kMostSeen) seen_.clear();
-    return !seen_.insert(key.hash).second;
-  }
-
-  void put(const Key& key, std::shared_ptr<Plan> plan) {
-    plan->key.assign(key.words.begin(), key.words.begin() + key.count);
-    std::unique_lock hold(lock_);
-    for (auto [at, end] = plans_.equal_range(key.hash); at != end; ++at) {
-      if (at->second->key == plan->key) return;
-    }
-    if (plans_.size() >= kMostPlans) plans_.clear();
-    plans_.emplace(key.hash, std::move(plan));
-  }
-
-  void clear() {
-    std::unique_lock hold(lock_);
-    plans_.clear();
-    seen_.clear();
-  }
-
-  size_t size() const {
-    std::shared_lock hold(lock_);
-    return plans_.size();
-  }
-
-  // A fork copies the lock as another thread may hold it, and not that thread: its child would wait for ever.
-  void before_fork() { lock_.lock(); }
-  void after_fork() { lock_.unlock(); }
-  void in_child() { new (&lock_) std::shared_mutex; }
-
- private:
-  mutable std::shared_mutex lock_;
-  std::unordered_multimap<uint64_t, std::shared_ptr<const Plan>> plans_;
-  std::unordered_set<uint64_t> seen_;
-} table;
+PlanTable table;
 
 [[maybe_unused]] const int at_fork =
     pthread_atfork([] { table.before_fork(); }, [] { table.after_fork(); }, [] { table.in_child(); });
@@ -364,7 +258,7 @@ bool run(const Plan& p, const AtenTensorHandle* inputs, int count, AtenTensorHan
 template <int TENSORS, int RESULTS>
 void run_op(StableIValue* stack, uint64_t, uint64_t) {
   AtenTensorHandle tensors[TENSORS], results[RESULTS] = {};
-  Key key(static_cast<int64_t>(stack[TENSORS]));
+  PlanKey key(static_cast<int64_t>(stack[TENSORS]));
   for (int i = 0; i < TENSORS; ++i) {
     std::memcpy(&tensors[i], &stack[i], sizeof(tensors[i]));
     key.tensor(tensors[i]);
@@ -385,19 +279,19 @@ void run_op(StableIValue* stack, uint64_t, uint64_t) {
   for (int i = 0; i < RESULTS; ++i) stack[i] = bits_of(results[i]);
 }
 
-Key key_of(const std::vector<Tensor>& tensors, int64_t number) {
-  Key key(number);
+PlanKey key_of(const std::vector<Tensor>& tensors, int64_t number) {
+  PlanKey key(number);
   for (const Tensor& t : tensors) key.tensor(t.get());
   return key;
 }
 
 bool meet(std::vector<Tensor> tensors, int64_t number) {
-  const Key key = key_of(tensors, number);
+  const PlanKey key = key_of(tensors, number);
   return key.whole && table.meet(key);
 }
 
 void store(std::vector<Tensor> tensors, int64_t number, std::vector<int64_t> words) {
-  const Key key = key_of(tensors, number);
+  const PlanKey key = key_of(tensors, number);
   if (key.whole) table.put(key, read_plan(words, static_cast<int>(tensors.size())));
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "full_backward_steps.cuh"
-#include "persistent.cuh"
+#include "persistent_steps.cuh"
 
 namespace crate_kernels {
 

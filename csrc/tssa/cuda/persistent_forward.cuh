@@ -1,7 +1,7 @@
 // persistent.cuh, forward: reads w once and writes out and the membership once, in one launch.
 #pragma once
 
-#include "persistent.cuh"
+#include "persistent_steps.cuh"
 
 namespace crate_kernels {
 

@@ -9,7 +9,7 @@
 // numbers.
 #pragma once
 
-#include "persistent.cuh"
+#include "persistent_steps.cuh"
 
 namespace crate_kernels {
 

@@ -1,0 +1,94 @@
+// Steps of walking_backward.cuh: sums before and behind each group of tokens, and a thread's tokens.
+#pragma once
+
+#include "walking.cuh"
+
+namespace crate_kernels {
+
+// Turns the groups' sums into those of all that is before each group; before(column) is before the block.
+template <class S, int COUNT, class Before>
+CRATE_DEVICE void before_groups_of(float* groups, Before before) {
+  each_four<S, COUNT>([&](int i) {
+    float4 sum = make_float4(before(i), before(i + 1), before(i + 2), before(i + 3));
+    sum = by_each(sum, [](float v) { return v * kWalkScale; });
+#pragma unroll
+    for (int g = 0; g < S::kGroups; ++g) {
+      const float4 next = plus(sum, four_at(groups + g * S::kSums + i));
+      put_four(groups + g * S::kSums + i, sum);
+      sum = next;
+    }
+  });
+}
+
+// before_groups of walking.cuh from the other end: what is behind each group.
+template <class S, int COUNT>
+CRATE_DEVICE void behind_groups(const float* own, double* carry, float* groups, bool start) {
+  const int rank = cluster_rank();
+  each_four<S, COUNT>([&](int i) {
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f), behind = sum;
+#pragma unroll
+    for (int r = S::kCluster - 1; r >= 0; --r) {
+      if (r == rank) behind = sum;
+      sum = plus(sum, cluster_read_4(own + i, r));
+    }
+    behind = carried(carry + i, behind, sum, start);
+#pragma unroll
+    for (int g = S::kGroups - 1; g >= 0; --g) {
+      const float4 next = plus(behind, four_at(groups + g * S::kSums + i));
+      put_four(groups + g * S::kSums + i, behind);
+      behind = next;
+    }
+  });
+}
+
+// A thread's tokens in shared memory.
+template <class S>
+struct TssaWalkingTokens {
+  using T = typename S::T;
+  uint32_t w, g;
+  int w_pitch, g_pitch;
+  const float *members, *keep;  // of the group's first token
+
+  CRATE_DEVICE void load(int t, float (&x)[8]) const { load_vector<T>(w + t * w_pitch, x); }
+  CRATE_DEVICE void load_gradient(int t, float (&x)[8]) const { load_vector<T>(g + t * g_pitch, x); }
+  CRATE_DEVICE void put_gradient(int t, const float (&x)[8]) const {
+    store_shared_4(g + t * g_pitch, make_uint4(pack_pair<T>(x[0], x[1]), pack_pair<T>(x[2], x[3]),
+                                               pack_pair<T>(x[4], x[5]), pack_pair<T>(x[6], x[7])));
+  }
+  CRATE_DEVICE float member(int t) const { return members[t * S::kHeads]; }
+  CRATE_DEVICE float counted(int t) const { return kept<S>(keep, t); }
+
+  // Adds tokens `first` to `last` to sums of w^2, of Pi w^2 (WEIGHTED) and of Pi.
+  template <bool WEIGHTED>
+  CRATE_DEVICE void add(int first, int last, float (&sums)[8], float& mass) const {
+#pragma unroll 1
+    for (int t = first; t < last; ++t) add_one<WEIGHTED>(t, sums, mass);
+  }
+  template <bool WEIGHTED>
+  CRATE_DEVICE void add_one(int t, float (&sums)[8], float& mass) const {
+    float x[8];
+    load(t, x);
+    const float weight = WEIGHTED ? member(t) * counted(t) : counted(t), scaled = weight * kWalkScale;
+    mass += weight;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sums[i] += x[i] * x[i] * scaled;
+  }
+};
+
+// Zeros for what dropout drops, in place.
+template <class S>
+CRATE_DEVICE void drop_gradients(const TssaProblem& p, const TssaSpan& s, const TssaVectorOf<S>& v,
+                                 const TssaGroup<S>& own, const TssaWalkingTokens<S>& tokens) {
+  if (p.seed == nullptr) return;
+#pragma unroll 1
+  for (int t = 0; t < own.count; ++t) {
+    const uint32_t bits = kept_by_dropout(p, s.index, v.head, s.first + own.first + t, 1, v.channel, 8);
+    float g[8];
+    tokens.load_gradient(t, g);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) g[i] = bits >> i & 1 ? g[i] : 0.0f;
+    tokens.put_gradient(t, g);
+  }
+}
+
+}  // namespace crate_kernels
