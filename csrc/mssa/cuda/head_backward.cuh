@@ -16,9 +16,9 @@ CRATE_DEVICE void load_head(const HeadCall& call, int index, uint32_t stage) {
   if constexpr (S::kMasked) load_tokens<S>(call, head, call.w, stage + 2 * S::kTokens, head.keep(call));
 }
 
-// The factor of a head's g.
+// The factor of a head's gradients.
 template <class S>
-CRATE_DEVICE float gradient_unit(const HeadPlace& place, uint32_t g) {
+CRATE_DEVICE float gradient_unit(const HeadCall& call, const Head& head, const HeadPlace& place, uint32_t g) {
   using T = typename S::T;
   const int id = fresh(threadIdx.x);
   float most = 0.0f;
@@ -30,6 +30,9 @@ CRATE_DEVICE float gradient_unit(const HeadPlace& place, uint32_t g) {
       const float2 pair = unpack_pair<T>(pairs[i]);
       most = fmaxf(most, fmaxf(fabsf(pair.x), fabsf(pair.y)));
     });
+  }
+  for (int row = id; call.dlse != nullptr && row < head.length; row += S::kThreads) {
+    most = fmaxf(most, BackwardRange<T>::as_g(call.dlse[head.row + row], call.scale));
   }
   most = warp_max(most);
   if (place.lane() == 0) store_shared(place.base + S::kNumbers + 128 + 4 * (id >> 5), most);
@@ -164,11 +167,10 @@ __global__ void __launch_bounds__(HeadBackwardShape<T, DIM, ROWS, MASKED, CAUSAL
     }
     const bool none = most == -INFINITY;  // no row has a key
     const float c = none ? 0.0f : most - S::kTop;
-    // A NaN of lse, or one that is infinite, is left to others too.
-    const bool fits = none || most - least <= S::kSpread;
+    const bool fits = none || BackwardRange<T>::holds(least, most);
     float unit = 1.0f;
     if (fits) {
-      if constexpr (S::kHalf) unit = gradient_unit<S>(place, stage + S::kTokens);
+      if constexpr (S::kHalf) unit = gradient_unit<S>(call, head, place, stage + S::kTokens);
       HeadGradient<S> gradient = {place, stage, 0, call.factor, c, call.scale, {}, {}, {}, {}, {}};
       const bool shows = scale_gradients<S>(call, head, place, stage, c, unit);
       fence_async_shared();

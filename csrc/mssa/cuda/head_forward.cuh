@@ -87,8 +87,9 @@ CRATE_DEVICE void finish_rows(const HeadCall& call, int index, const HeadOutput<
     inverse[half] = any ? inverse_fast(total) : 0.0f;
     const int row = own + (lane >> 2) + 8 * half;
     if ((lane & 3) == 0 && row < output.length) {
-      output.lse()[row] = any ? output.lse_of(exact, output.shift[half]) : -INFINITY;
-      if (any && !output.in_range(total)) leave<S>(call, index, row, output.length);
+      const float lse = any ? output.lse_of(exact, output.shift[half]) : -INFINITY;
+      output.lse()[row] = lse;
+      if (any && !ForwardRange<typename S::T>::holds(total, lse)) leave<S>(call, index, row, output.length);
     }
   }
   const uint32_t staging = at.base + S::kStagingAt + at.warp * S::kPanels * 16 * kRowBytes;
@@ -138,8 +139,9 @@ CRATE_DEVICE void finish_tail(const HeadCall& call, int index, const HeadOutput<
       float exact = 0.0f;
 #pragma unroll
       for (int warp = 0; warp < 4; ++warp) exact += load_shared(at.base + S::kSums + 256 * warp + 4 * column);
-      output.lse()[row] = any ? output.lse_of(exact, shift) : -INFINITY;
-      if (any && !output.in_range(rounded)) leave<S>(call, index, row, output.length);
+      const float lse = any ? output.lse_of(exact, shift) : -INFINITY;
+      output.lse()[row] = lse;
+      if (any && !ForwardRange<T>::holds(rounded, lse)) leave<S>(call, index, row, output.length);
     }
   }
   const uint32_t staging = at.base + S::kStagingAt;

@@ -22,7 +22,7 @@
 // g^. Each warp group has a walk of its own: on which side of the diagonal a tile is, its code knows.
 //
 // If the rounding of out would show in dw, d^_i = sum_j E_ij g^_i . w_j / sum_j E_ij - dlse_i / r_i, two products more.
-// A head is left to other kernels if lse spreads too far for E and g^.
+// A head is left to other kernels if lse spreads too far for E and g^, or is too large for its own rounding.
 #pragma once
 
 #include "head_tokens.cuh"
@@ -53,7 +53,7 @@ struct HeadBackwardShape {
   static_assert(kDim % 16 == 0 && kDim <= 128 && kRows % 16 == 0 && kRows >= 64 && kRows <= 256);
   static_assert(kBytes <= kMostBytes, "more than a block can have");
   static constexpr bool kHalf = BackwardRange<T>::kHalf;
-  static constexpr float kTop = BackwardRange<T>::kTop, kSpread = BackwardRange<T>::kSpread;
+  static constexpr float kTop = BackwardRange<T>::kTop;
 };
 
 // Where the columns of a tile are, of 64 rows: anywhere if attention is full; else before, around or behind the

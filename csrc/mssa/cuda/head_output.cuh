@@ -48,7 +48,7 @@ struct HeadForwardShape {
   static constexpr uint32_t kPartials = kColumnsAt + kColumns, kNorms = kPartials + kPartial, kSums = kNorms + 1024;
   static constexpr uint32_t kOnes = kSums + 1024, kNumbers = kOnes + 256, kPlaces = kNumbers + 32, kKeys = kPlaces + 16;
   static_assert(kDim % 16 == 0 && kDim <= 128 && kRows % 16 == 0 && kRows >= 64 && kRows <= 256);
-  static constexpr float kTop = ForwardRange<T>::kTop, kLeast = ForwardRange<T>::kLeast;
+  static constexpr float kTop = ForwardRange<T>::kTop;
 };
 
 template <class S>
@@ -242,8 +242,6 @@ struct HeadOutput {
     return static_cast<int64_t>(static_cast<uint64_t>(__float_as_uint(bits.y)) << 32 | __float_as_uint(bits.x));
   }
 
-  // Returns whether a row's sum is one that the weights' dtype can hold.
-  static CRATE_DEVICE bool in_range(float total) { return total >= S::kLeast && total < INFINITY; }
   CRATE_DEVICE float lse_of(float total, float of) const { return (log2_fast(total) + of) * (1.0f / kLog2E); }
 
   // The columns of the tail's own rows: of the last 64 rows, those of the last warps.

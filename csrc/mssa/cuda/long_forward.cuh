@@ -205,9 +205,11 @@ struct LongOutput {
       const int i = row(half);
       inverse[half] = any ? inverse_fast(rounded) : 0.0f;
       if ((lane & 3) == 0 && i < head.length) {
-        call.lse[head.row + i] = any ? (log2_fast(total) + shift[half]) * (1.0f / kLog2E) : -INFINITY;
+        const float lse = any ? (log2_fast(total) + shift[half]) * (1.0f / kLog2E) : -INFINITY;
+        call.lse[head.row + i] = lse;
         const int keys = S::kCausal ? i + 1 : head.length;
-        if (any && !in_range(rounded, keys)) atomicMax(call.left + index, S::kCausal ? head.length - i : head.length);
+        if (any && !in_range(rounded, lse, keys))
+          atomicMax(call.left + index, S::kCausal ? head.length - i : head.length);
       }
     }
     const uint32_t staging = at.base + S::kStagingAt + (4 * at.group + at.warp) * S::kPanels * 16 * kRowBytes;
@@ -216,10 +218,10 @@ struct LongOutput {
     store_rows<S>(call, head.first<T>(call, call.out), call.out.row, head.length, staging, first + 16 * at.warp, lane);
   }
   // The more keys, the more errors of fp16's smallest weights.
-  static CRATE_DEVICE bool in_range(float total, int keys) {
+  static CRATE_DEVICE bool in_range(float total, float lse, int keys) {
     using R = ForwardRange<T>;
     const float least = R::kHalf ? R::kLeast / 256 * max(keys, 256) : R::kLeast;
-    return total >= least && total < INFINITY;
+    return R::holds(total, lse, least);
   }
 };
 

@@ -26,6 +26,9 @@ __global__ void __launch_bounds__(kLongTile) long_range_kernel(const __grid_cons
     if (lse != -INFINITY) most = least = lse;
   }
   if constexpr (BackwardRange<T>::kHalf) {
+    if (call.dlse != nullptr && first + id < head.length) {
+      most_g = BackwardRange<T>::as_g(call.dlse[head.row + first + id], call.scale);
+    }
     const T* const g = head.first<const T>(call, call.dout);
     for (int row = first + (id >> 3); row < min(first + kLongTile, head.length); row += kLongTile / 8) {
       for (int channel = 8 * chunk; channel < call.head_dim; channel += 64) {
@@ -54,7 +57,7 @@ __global__ void __launch_bounds__(kLongTile) long_range_kernel(const __grid_cons
 }
 
 // Writes g^ and d^ of every row, beside d^ whether it is a key, c of its head, and zeros as its sums. A head is left
-// whose lse spreads too far.
+// whose lse is out of range.
 template <class T, int DIM>
 __global__ void __launch_bounds__(kLongTile) long_scale_kernel(const __grid_constant__ LongCall call) {
   using R = BackwardRange<T>;
@@ -73,7 +76,7 @@ __global__ void __launch_bounds__(kLongTile) long_scale_kernel(const __grid_cons
   const float c = none ? 0.0f : most - R::kTop, unit = R::kHalf ? R::unit(most_g) : 1.0f;
   // The more weights of g^, the more errors of fp16's smallest.
   const float spread = R::kHalf ? R::kSpread - fmaxf(log2f(head.length / 256.0f), 0.0f) : R::kSpread;
-  if (!none && !(most - least <= spread)) {  // a NaN, or one that is infinite, too
+  if (!none && !R::holds(least, most, spread)) {
     if (tile == 0 && id == 0) call.left[index] = head.length;
     return;
   }

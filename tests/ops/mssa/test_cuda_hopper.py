@@ -40,6 +40,33 @@ def test_a_head_whose_norms_or_lse_spread_too_far_is_left(
         (case.check_forward if forward else case.check)(*results)
 
 
+@DTYPES
+@pytest.mark.parametrize("far", [False, True], ids=["near", "far"])
+@pytest.mark.parametrize(("kind", "seqlen"), [(Heads, 50), (LongRows, 260)], ids=["heads", "long"])
+def test_a_head_whose_lse_is_too_large_is_left(kind, seqlen, far, dtype, device):
+    """Tokens of one norm: lse is near their scores with themselves, and does not spread."""
+    device(**HOPPER)
+    case = kind((64, seqlen, {"drawn": "normed"}), dtype)
+    case.w = case.w * ((30 if far else 20) if dtype == torch.bfloat16 else (12 if far else 8))
+    (out, lse, left_forward), (dw, left) = case.run_forward(), case.run()
+    assert left == left_forward == [seqlen if far else 0] * (2 * kind.batch)
+    if not far:
+        case.check_forward(out, lse)
+        case.check(dw)
+
+
+def test_the_only_token_of_a_head_is_its_output_or_left(device):
+    """Its weight is off by the rounding of its norm, which its length multiplies: 45.5 in all channels gives 2^123."""
+    device(**HOPPER)
+    case = Heads((40, 1, {**CAUSAL, "kept": (1,) * 64}), torch.bfloat16)
+    lengths = torch.linspace(0.5, 64, 128)
+    case.w = lengths.view(64, 2, 1, 1).expand_as(case.w).bfloat16()
+    out, _, left = case.run_forward()
+    taken = torch.tensor(left).view(64, 2) == 0
+    assert 0 < taken.sum() < len(left)
+    torch.testing.assert_close(out[taken], case.w[taken])
+
+
 def ones(case):
     """Upstream gradients of 1 for layer-normed tokens: their sums with out cancel."""
     case.dout = torch.ones_like(case.dout)
@@ -55,6 +82,11 @@ def large(case):
     case.dout = case.dout * (2.0**12 if case.w.dtype == torch.float16 else 2.0**100)
 
 
+def large_dlse(case):
+    """Gradients of lse far above those of out."""
+    case.dlse, case.dout = 30 * case.dlse, 1e-3 * case.dout
+
+
 ONES_PADDED = (64, 300, {**CAUSAL, "drawn": "normed", "kept": (300, 150)})
 
 
@@ -66,6 +98,8 @@ ONES_PADDED = (64, 300, {**CAUSAL, "drawn": "normed", "kept": (300, 150)})
         pytest.param(Heads, (64, 4, {}), long_token, torch.bfloat16, id="heads-long-token"),
         pytest.param(Heads, (64, 197, {}), large, torch.bfloat16, id="heads-large-bf16"),
         pytest.param(Heads, (64, 197, {}), large, torch.float16, id="heads-large-fp16"),
+        pytest.param(Heads, (64, 91, {**CAUSAL, "lse": True}), large_dlse, torch.float16, id="heads-large-dlse"),
+        pytest.param(LongRows, (64, 260, {"lse": True}), large_dlse, torch.float16, id="long-large-dlse"),
         pytest.param(LongRows, ONES_PADDED, ones, torch.bfloat16, id="long-ones-causal-padded"),
         pytest.param(
             LongRows, (64, 300, {"drawn": "normed"}), ones, torch.float16, id="long-ones-fp16", marks=EXHAUSTIVE
