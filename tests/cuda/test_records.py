@@ -10,6 +10,7 @@ import torch
 from crate_kernels._cuda import records, sources
 from crate_kernels._cuda.records import POINTER, Record
 from crate_kernels._cuda.sources import Kernel
+from crate_kernels.ops.mssa.cuda import problem
 from tests.tools.emulator import emulated
 
 
@@ -39,6 +40,21 @@ def test_what_is_not_given_is_zero_and_what_is_replaced_is_gone():
     record.data = None
     (found,) = records.packed([record])
     assert (found.content, found.tensors) == (bytes(16), {})
+
+
+def test_fields_of_parts_are_given_by_their_own_names():
+    w, lse, seed = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3), torch.zeros(1, dtype=torch.int64)
+    (found,) = records.packed([problem.MssaProblem(w=problem.rows_of(w, False), lse=lse, seed=seed, scale=0.5)])
+    of, inputs, outputs = problem.MssaProblem, problem.MssaInputs, problem.MssaOutputs
+    assert {at: t.data_ptr() for at, t in found.tensors.items()} == {
+        of.inputs.offset + inputs.w.offset: w.data_ptr(),
+        of.outputs.offset + outputs.lse.offset: lse.data_ptr(),
+        of.masking.offset + problem.MssaMasking.seed.offset: seed.data_ptr(),
+    }
+    made = of.from_buffer_copy(found.content)
+    assert (made.inputs.w.row, made.inputs.w.wide, made.scale) == (4, True, 0.5)
+    names = [name for record in (of, *problem.PARTS.values()) for name in record.offsets()]
+    assert len(names) == len(set(names))
 
 
 def test_tensors_nulls_and_numbers_are_parameters_too():

@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) mssa_decode_ker
   const int token = place % c.blocks * TOKENS, head_dim = c.access.head_dim;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % c.lanes;
   const CacheSpace space = space_of(c, head);
-  const View<T> w = head.view<T>(c, c.w), cache = head.view<T>(c, c.keys);
+  const View<T> w = head.view<T>(c, c.inputs.w), cache = head.view<T>(c, c.inputs.keys);
 
   Slice<T, VECTORS> query[TOKENS];
   Attention<kChannels> state[TOKENS];
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) mssa_decode_ker
 
 CRATE_DEVICE void advance(const mssa::Problem& c, const Head& head) {
   const CacheSpace space = space_of(c, head);
-  if (threadIdx.x == 0) c.cache_lengths[head.sequence] = space.held + space.appended;
+  if (threadIdx.x == 0) c.masking.cache_lengths[head.sequence] = space.held + space.appended;
 }
 
 // Write out and lse of one new token of one head from the stretches; a sequence's first block advances its length.
@@ -201,10 +201,10 @@ __global__ void __launch_bounds__(256) mssa_decode_combine_kernel(Step c) {
   const Attention<1> all = combine(c.statistics + 2 * first, 2 * c.seqlen, out, c.seqlen * head_dim, c.splits);
   const bool empty = all.sum == 0.0f;
   if (d < head_dim) {
-    const View<T> to = head.view<T>(c, c.out);
+    const View<T> to = head.view<T>(c, c.outputs.out);
     to.data[token * to.row + d * to.channel] = from_float<T>(empty ? 0.0f : all.out[0] / all.sum);
   }
-  if (d == 0 && c.lse != nullptr) c.lse[head.row + token] = mssa::lse_of(all.largest, all.sum);
+  if (d == 0 && c.outputs.lse != nullptr) c.outputs.lse[head.row + token] = mssa::lse_of(all.largest, all.sum);
   if (head.head == 0 && token == 0 && threadIdx.x < kWarp) advance(c, head);
 }
 
@@ -212,8 +212,8 @@ __global__ void __launch_bounds__(256) mssa_decode_combine_kernel(Step c) {
 template <class T>
 __global__ void __launch_bounds__(kThreads) mssa_append_kernel(mssa::Problem c) {
   const Head head(c, blockIdx.x / c.blocks);
-  append_rows(c, space_of(c, head), head.view<T>(c, c.w), head.view<T>(c, c.keys), blockIdx.x % c.blocks * kThreads,
-              kThreads);
+  append_rows(c, space_of(c, head), head.view<T>(c, c.inputs.w), head.view<T>(c, c.inputs.keys),
+              blockIdx.x % c.blocks * kThreads, kThreads);
 }
 
 // Advance the lengths, one warp per sequence.

@@ -7,7 +7,11 @@
 
 namespace crate_kernels::mssa {
 
-// One head of one sequence. CALL: any record with nheads, seqlen, total, keep and cu_seqlens.
+CRATE_DEVICE const uint8_t* key_masks(const Problem& call) {
+  return call.masking.key_padding_mask;
+}
+
+// One head of one sequence. CALL: any record with nheads, seqlen, total, cu_seqlens and key_masks.
 struct Head {
   int sequence, head, start, length;
   uint32_t counter;  // batch * nheads + head: the head as dropout counts them
@@ -53,8 +57,8 @@ struct Head {
 
   // Padding mask of the sequence; null: every token is a key.
   template <class CALL>
-  CRATE_DEVICE const uint8_t* keep(const CALL& call) const {
-    return call.keep == nullptr ? nullptr : call.keep + static_cast<int64_t>(sequence) * call.seqlen;
+  CRATE_DEVICE const uint8_t* key_mask(const CALL& call) const {
+    return key_masks(call) == nullptr ? nullptr : key_masks(call) + static_cast<int64_t>(sequence) * call.seqlen;
   }
 };
 
@@ -63,14 +67,14 @@ struct CacheSpace {
   int held, appended;
 };
 
-// New tokens beyond the capacity are dropped: they are never written, and no token sees them. `keep` is right-padded,
-// so that its kept tokens come first. Every lane of a warp takes part.
+// New tokens beyond the capacity are dropped: they are never written, and no token sees them. `key_mask` is
+// right-padded, so that its kept tokens come first. Every lane of a warp takes part.
 CRATE_DEVICE CacheSpace space_of(const Problem& call, const Head& head) {
-  const int held = min(max(call.cache_lengths[head.sequence], 0), call.capacity);
+  const int held = min(max(call.masking.cache_lengths[head.sequence], 0), call.capacity);
   int kept = call.seqlen;
-  if (const uint8_t* const keep = head.keep(call)) {
+  if (const uint8_t* const key_mask = head.key_mask(call)) {
     kept = 0;
-    for (int n = threadIdx.x % kWarp; n < call.seqlen; n += kWarp) kept += keep[n] != 0;
+    for (int n = threadIdx.x % kWarp; n < call.seqlen; n += kWarp) kept += key_mask[n] != 0;
 #pragma unroll
     for (int step = kWarp / 2; step > 0; step /= 2) kept += __shfl_xor_sync(kAllLanes, kept, step);
   }
@@ -79,12 +83,12 @@ CRATE_DEVICE CacheSpace space_of(const Problem& call, const Head& head) {
 
 // The keys of a forward: the rows themselves, or the tokens of a cache.
 struct Keys {
-  int before, length;   // keys before the first row, and all keys
-  const uint8_t* keep;  // null: every key
+  int before, length;       // keys before the first row, and all keys
+  const uint8_t* key_mask;  // null: every key
 
-  CRATE_DEVICE Keys(const Problem& call, const Head& head) : before(0), length(head.length), keep(nullptr) {
-    if (call.cache_lengths == nullptr) {
-      keep = head.keep(call);
+  CRATE_DEVICE Keys(const Problem& call, const Head& head) : before(0), length(head.length), key_mask(nullptr) {
+    if (call.masking.cache_lengths == nullptr) {
+      key_mask = head.key_mask(call);
     } else {
       const CacheSpace space = space_of(call, head);
       before = space.held;
@@ -132,12 +136,13 @@ CRATE_DEVICE float lse_of(float largest, float sum) {
 
 // Writes the largest score of row i, and the threshold times the sum of its weights: 1 without a key.
 CRATE_DEVICE void put_statistics(const Problem& call, const Head& head, int i, float largest, float sum) {
-  call.largest[head.row + i] = largest;
-  call.select_level[head.row + i] = call.threshold * (sum == 0.0f ? 1.0f : sum);
+  call.scratch.row_max[head.row + i] = largest;
+  call.scratch.select_level[head.row + i] = call.threshold * (sum == 0.0f ? 1.0f : sum);
 }
 
 CRATE_DEVICE uint64_t seed_of(const Problem& call) {
-  return call.seed == nullptr ? 0 : static_cast<uint64_t>(*call.seed);
+  const int64_t* const seed = call.masking.seed;
+  return seed == nullptr ? 0 : static_cast<uint64_t>(*seed);
 }
 
 // True if dropout keeps a weight.

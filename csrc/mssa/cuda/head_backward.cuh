@@ -13,7 +13,7 @@ CRATE_DEVICE void load_head(const HeadCall& call, int index, uint32_t stage) {
   const Head head(call, index);
   load_tokens<S>(call, head, call.w, stage);
   load_tokens<S>(call, head, call.dout, stage + S::kTokens);
-  if constexpr (S::kMasked) load_tokens<S>(call, head, call.w, stage + 2 * S::kTokens, head.keep(call));
+  if constexpr (S::kMasked) load_tokens<S>(call, head, call.w, stage + 2 * S::kTokens, head.key_mask(call));
 }
 
 // The factor of a head's gradients.
@@ -51,7 +51,7 @@ CRATE_DEVICE bool scale_gradients(const HeadCall& call, const Head& head, const 
   const uint32_t g = w + S::kTokens;
   const int id = fresh(threadIdx.x), chunk = id & 7;
   const T* const out = head.first<const T>(call, call.out);
-  const uint8_t* const keep = head.keep(call);
+  const uint8_t* const key_mask = head.key_mask(call);
   bool shows = false;
 #pragma unroll 1
   for (int first = 0; first < S::kRows; first += S::kThreads / 8) {
@@ -74,11 +74,11 @@ CRATE_DEVICE bool scale_gradients(const HeadCall& call, const Head& head, const 
       }
     }
     scaled.finish();
-    shows |= scaled.shows(call.scale, lse, !S::kMasked || (there && keep[row]));
+    shows |= scaled.shows(call.scale, lse, !S::kMasked || (there && key_mask[row]));
     if (chunk == 0 && row < S::kRows) {
       if (call.dlse != nullptr && there) scaled.delta -= call.dlse[head.row + row] * inverse;
       store_shared(place.base + S::kDeltas + 4 * row, scaled.delta);
-      if constexpr (S::kMasked) store_shared(place.base + S::kKeeps + 4 * row, there && keep[row] ? 1.0f : 0.0f);
+      if constexpr (S::kMasked) store_shared(place.base + S::kIsKey + 4 * row, there && key_mask[row] ? 1.0f : 0.0f);
     }
   }
   return shows;
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(HeadBackwardShape<T, DIM, ROWS, MASKED, CAUSAL
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         gradient.delta[half] = load_shared(place.base + S::kDeltas + 4 * (row + 8 * half));
-        gradient.keep[half] = S::kMasked ? load_shared(place.base + S::kKeeps + 4 * (row + 8 * half)) : 1.0f;
+        gradient.is_key[half] = S::kMasked ? load_shared(place.base + S::kIsKey + 4 * (row + 8 * half)) : 1.0f;
       }
       if constexpr (S::kCausal) {
         if (place.group == 0) gradient.template walk_all<0>();

@@ -11,12 +11,12 @@ namespace crate_kernels::mssa {
 template <class S>
 CRATE_DEVICE void measure(const HeadCall& call, const Head& head, uint32_t base, uint32_t w) {
   using T = typename S::T;
-  const uint8_t* const keep = head.keep(call);
+  const uint8_t* const key_mask = head.key_mask(call);
   float most = -INFINITY;
 #pragma unroll 1
   for (int first = 0; first < S::kRows; first += S::kThreads) {
     const int row = first + fresh(threadIdx.x);
-    const bool is_key = row < head.length && (keep == nullptr || keep[row]);
+    const bool is_key = row < head.length && (key_mask == nullptr || key_mask[row]);
     const uint32_t keys = __ballot_sync(kAllLanes, is_key);
     if (row % 32 == 0) store_shared(base + S::kKeys + row / 8, __uint_as_float(keys));
     if (!S::kCausal && row >= S::kRows) continue;

@@ -42,14 +42,14 @@ struct HeadBackwardShape {
   static constexpr uint32_t kStage = (kMasked ? 3 : 2) * kTokens;  // w, g, w^
   static constexpr uint32_t kStaging = kBlocks * kPanels * 64 * kRowBytes;
   static constexpr uint32_t kColumns = kTail == 0 ? 0 : (kRows * Columns<kTail>::kPitch + 1023) / 1024 * 1024;
-  static constexpr uint32_t kRest = kStaging + 2 * kColumns + 2048 + 256;  // d^, keep, numbers of the warps
+  static constexpr uint32_t kRest = kStaging + 2 * kColumns + 2048 + 256;  // d^, is_key, numbers of the warps
   static constexpr uint32_t kMostBytes = 232448;
   static constexpr int kStages = 2 * kStage + kRest <= kMostBytes ? 2 : 1;
   static constexpr uint32_t kBytes = kStages * kStage + kRest;
   // Places in shared memory, behind the stages.
   static constexpr uint32_t kStagingAt = kStages * kStage, kEColumns = kStagingAt + kStaging;
   static constexpr uint32_t kAColumns = kEColumns + kColumns, kDeltas = kAColumns + kColumns;
-  static constexpr uint32_t kKeeps = kDeltas + 1024, kNumbers = kKeeps + 1024;
+  static constexpr uint32_t kIsKey = kDeltas + 1024, kNumbers = kIsKey + 1024;
   static_assert(kDim % 16 == 0 && kDim <= 128 && kRows % 16 == 0 && kRows >= 64 && kRows <= 256);
   static_assert(kBytes <= kMostBytes, "more than a block can have");
   static constexpr bool kHalf = BackwardRange<T>::kHalf;
@@ -64,10 +64,10 @@ template <class S>
 struct HeadGradient {
   using T = typename S::T;
   HeadPlace at;
-  uint32_t w;               // this head's tokens; g and w^ are behind them
-  uint32_t left;            // the warp group's rows of w
-  float factor, c, scale;   // E = 2^(factor s - c)
-  float delta[2], keep[2];  // of the thread's two rows
+  uint32_t w;                 // this head's tokens; g and w^ are behind them
+  uint32_t left;              // the warp group's rows of w
+  float factor, c, scale;     // E = 2^(factor s - c)
+  float delta[2], is_key[2];  // of the thread's two rows
   float acc[S::kDim / 2];
   uint32_t e[S::kMost][4], a[S::kMost][4];
 
@@ -98,11 +98,11 @@ struct HeadGradient {
     for (int n = 0; n < COLUMNS / 8; ++n) {
       const uint32_t place = 4 * column + n * 32 + (at.lane() & 3) * 8;
       const float2 d = load_shared_2(at.base + S::kDeltas + place);
-      const float2 k = S::kMasked ? load_shared_2(at.base + S::kKeeps + place) : make_float2(1.0f, 1.0f);
+      const float2 k = S::kMasked ? load_shared_2(at.base + S::kIsKey + place) : make_float2(1.0f, 1.0f);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float of_key = delta[e / 2] * (e % 2 == 0 ? k.x : k.y);
-        const float of_query = (e % 2 == 0 ? d.x : d.y) * (S::kMasked ? keep[e / 2] : 1.0f);
+        const float of_query = (e % 2 == 0 ? d.x : d.y) * (S::kMasked ? is_key[e / 2] : 1.0f);
         if constexpr (SIDE == Side::kFull) {
           t[4 * n + e] = -of_key - of_query;
         } else {
@@ -155,7 +155,7 @@ struct HeadGradient {
   CRATE_DEVICE void keep_rows(float (&s)[COLUMNS / 2], int behind) const {
 #pragma unroll
     for (int i = 0; i < COLUMNS / 2; ++i) {
-      if constexpr (S::kMasked) s[i] *= keep[i % 4 / 2];
+      if constexpr (S::kMasked) s[i] *= is_key[i % 4 / 2];
       if constexpr (SIDE == Side::kBoth) s[i] = behind + row_of(i) > column_of(i) ? 0.0f : s[i];
     }
   }
@@ -259,7 +259,7 @@ struct HeadGradient {
         const int key = column + i / 4 * 8 + (at.lane() & 3) * 2 + i % 2;
         const float x = s[i] * factor - c;
         bool is_key = key < head.length;
-        if constexpr (S::kMasked) is_key = is_key && load_shared(at.base + S::kKeeps + 4 * key) != 0.0f;
+        if constexpr (S::kMasked) is_key = is_key && load_shared(at.base + S::kIsKey + 4 * key) != 0.0f;
         if constexpr (S::kCausal) is_key = is_key && key <= row + row_of(i);
         const float weight = is_key ? exp2_fast(x) : 0.0f;
         total[i % 4 / 2] += weight;
@@ -298,7 +298,7 @@ struct HeadGradient {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         delta[half] = load_shared(at.base + S::kDeltas + 4 * (row + 8 * half));
-        keep[half] = S::kMasked ? load_shared(at.base + S::kKeeps + 4 * (row + 8 * half)) : 1.0f;
+        is_key[half] = S::kMasked ? load_shared(at.base + S::kIsKey + 4 * (row + 8 * half)) : 1.0f;
       }
       start(sums, kBegin);
       wgmma_wait<1>();
@@ -319,7 +319,7 @@ struct HeadGradient {
     if constexpr (S::kMasked) {
 #pragma unroll
       for (int n = 0; n < WIDTH / 8; ++n) {
-        const float2 k = load_shared_2(at.base + S::kKeeps + 4 * COLUMN + n * 32 + (at.lane() & 3) * 8);
+        const float2 k = load_shared_2(at.base + S::kIsKey + 4 * COLUMN + n * 32 + (at.lane() & 3) * 8);
         s[4 * n] *= k.x, s[4 * n + 1] *= k.y, s[4 * n + 2] *= k.x, s[4 * n + 3] *= k.y;
       }
     }

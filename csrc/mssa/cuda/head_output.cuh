@@ -116,7 +116,7 @@ struct HeadOutput {
     static_assert(COLUMN % 32 == 0 && WIDTH <= 32);
 #pragma unroll
     for (int i = 0; i < WIDTH / 2; ++i) s[i] = s[i] * call.factor - shift[i % 4 / 2];
-    if (DIAGONAL || call.keep != nullptr || COLUMN + WIDTH > length) {
+    if (DIAGONAL || call.key_padding_mask != nullptr || COLUMN + WIDTH > length) {
       const int lane = at.lane();
       const uint32_t kept = keys_of(COLUMN);
 #pragma unroll

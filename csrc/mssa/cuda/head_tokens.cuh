@@ -14,14 +14,18 @@ struct HeadTokens {
 
 struct HeadCall {
   HeadTokens w, dout, out, dw;
-  float* lse;                 // (batch, nheads, seqlen), packed (nheads, total); the forward writes it
-  const float* dlse;          // the same; null: no gradient
-  const uint8_t* keep;        // (batch, seqlen); null: every token is a key
-  const int32_t* cu_seqlens;  // (batch + 1,); null: not packed
-  int32_t* left;              // for every head: how many of its last tokens are left to other kernels, mma_left.cuh
+  float* lse;                       // (batch, nheads, seqlen), packed (nheads, total); the forward writes it
+  const float* dlse;                // the same; null: no gradient
+  const uint8_t* key_padding_mask;  // (batch, seqlen); null: every token is a key
+  const int32_t* cu_seqlens;        // (batch + 1,); null: not packed
+  int32_t* left;  // for every head: how many of its last tokens are left to other kernels, mma_left.cuh
   int32_t heads, nheads, seqlen, total, head_dim;  // heads: batch * nheads
   float scale, factor;                             // factor: scale in bits, scale log2(e)
 };
+
+CRATE_DEVICE const uint8_t* key_masks(const HeadCall& call) {
+  return call.key_padding_mask;
+}
 
 constexpr float kLog2E = 1.44269504f;
 constexpr int kAllThreads = 1;  // named barrier
@@ -77,11 +81,11 @@ struct HeadPlace {
   CRATE_DEVICE int lane() const { return fresh(threadIdx.x) & 31; }
 };
 
-// Copies S::kRows tokens of a head from `first` on, or those that `keep` has, by S::kThreads threads; the others, rows
-// beyond the length and channels beyond head_dim are 0.
+// Copies S::kRows tokens of a head from `first` on, or those that `key_mask` has, by S::kThreads threads; the others,
+// rows beyond the length and channels beyond head_dim are 0.
 template <class S, int UNROLL = 1>
 CRATE_DEVICE void load_tokens(const HeadCall& call, const Head& head, const HeadTokens& tokens, uint32_t to,
-                              const uint8_t* keep = nullptr, int first = 0, int id = fresh(threadIdx.x)) {
+                              const uint8_t* key_mask = nullptr, int first = 0, int id = fresh(threadIdx.x)) {
   using T = typename S::T;
   constexpr int kStep = S::kThreads / 8;
   static_assert(kStep % 8 == 0, "a thread's chunk has the same place in every row of its own");
@@ -95,7 +99,7 @@ CRATE_DEVICE void load_tokens(const HeadCall& call, const Head& head, const Head
 #pragma unroll
     for (int panel = 0; panel < S::kPanels; ++panel) {
       const bool there = row < head.length && 64 * panel + 8 * chunk < call.head_dim;
-      copy_async_16(to + panel * S::kPanel, from + 64 * panel, there && (keep == nullptr || keep[row]));
+      copy_async_16(to + panel * S::kPanel, from + 64 * panel, there && (key_mask == nullptr || key_mask[row]));
     }
     from += kStep * tokens.row, to += kStep * kRowBytes;
   }

@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(128) long_delta_kernel(const __grid_constant__
   if ((static_cast<int>(shows) >> place % 2 & 1) == 0) return;
   const uint32_t base = shared_address(aligned_shared_memory()), tile = base + 2 * S::kTokens;
   const int id = threadIdx.x, lane = id % kWarp, warp = id / kWarp;
-  const uint8_t* const keep = head.keep(call);
+  const uint8_t* const key_mask = head.key_mask(call);
   const float2 of_head = call.of_head[index];
   load_tokens<Tile>(call, head, call.w, base, nullptr, first);
   load_tokens<Tile>(call, head, call.scaled, base + S::kTokens, nullptr, first);
@@ -36,11 +36,11 @@ __global__ void __launch_bounds__(128) long_delta_kernel(const __grid_constant__
 #pragma unroll 1
   for (int column = 0; column < end; column += S::kTile) {
     __syncthreads();  // the tile before has been read
-    load_tokens<Tile>(call, head, call.w, tile, keep, column);
+    load_tokens<Tile>(call, head, call.w, tile, key_mask, column);
     copy_async_commit();
     const int token = column + id;
     const uint32_t bits =
-        __ballot_sync(kAllLanes, id < S::kTile && token < head.length && (keep == nullptr || keep[token]));
+        __ballot_sync(kAllLanes, id < S::kTile && token < head.length && (key_mask == nullptr || key_mask[token]));
     if (lane == 0 && id < S::kTile) store_shared(base + S::kKeys + 4 * warp, __uint_as_float(bits));
     copy_async_wait<0>();
     fence_async_shared();

@@ -41,9 +41,9 @@ __global__ void __launch_bounds__(kLongTile) long_measure_kernel(const __grid_co
   }
   __syncthreads();
   const int row = first + id, lane = id % kWarp, warp = id / kWarp;
-  const uint8_t* const keep = head.keep(call);
+  const uint8_t* const key_mask = head.key_mask(call);
   const float norm = 0.5f * call.factor * squares[id];
-  float up_to = row < head.length && (keep == nullptr || keep[row]) ? norm : -INFINITY;
+  float up_to = row < head.length && (key_mask == nullptr || key_mask[row]) ? norm : -INFINITY;
 #pragma unroll
   for (int step = 1; step < static_cast<int>(kWarp); step *= 2) {
     const float before = __shfl_up_sync(kAllLanes, up_to, step);
@@ -133,7 +133,7 @@ struct LongOutput {
 #pragma unroll
     for (int i = 0; i < S::kTile / 2; ++i) s[i] = s[i] * call.factor - shift[i % 4 / 2];
     const int column = tile * S::kTile, end = column + S::kTile;
-    if (call.keep != nullptr || end > length || (S::kCausal && end > first + 1)) {
+    if (call.key_padding_mask != nullptr || end > length || (S::kCausal && end > first + 1)) {
       const uint4 bits = load_shared_4(at.base + S::kKeys + tile % S::kStages * (S::kTile / 8));
       const uint32_t keys[4] = {bits.x, bits.y, bits.z, bits.w};
       const int lane = at.lane();
@@ -246,11 +246,11 @@ __global__ void __launch_bounds__(LongForwardShape<T, DIM, CAUSAL>::kThreads, 1)
   __syncthreads();
   if (at.group == S::kGroups) {
     fewer_registers<S::kLoading>();
-    const uint8_t* const keep = head.keep(call);
+    const uint8_t* const key_mask = head.key_mask(call);
     stages.feed(tiles, [&](int tile, int stage) {
       const int first = tile * S::kTile, id = fresh(threadIdx.x) & 127, token = first + id;
-      load_tokens<Tile>(call, head, call.w, at.base + stage * S::kStage, keep, first, id);
-      const uint32_t keys = __ballot_sync(kAllLanes, token < head.length && (keep == nullptr || keep[token]));
+      load_tokens<Tile>(call, head, call.w, at.base + stage * S::kStage, key_mask, first, id);
+      const uint32_t keys = __ballot_sync(kAllLanes, token < head.length && (key_mask == nullptr || key_mask[token]));
       if (id % kWarp == 0) store_shared(at.base + S::kKeys + stage * (S::kTile / 8) + id / 8, __uint_as_float(keys));
     });
   } else {

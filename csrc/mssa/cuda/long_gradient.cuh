@@ -29,10 +29,10 @@ struct LongGradient {
   static constexpr int kTerms = S::kTile / 16, kSums = S::kTile / 2;
   const LongCall& call;
   HeadPlace at;
-  int count;                // tiles of the head
-  int own;                  // causal, the tile of the warp group's own rows; else -1
-  float c;                  // E = 2^(factor s - c)
-  float delta[2], keep[2];  // of the thread's two rows
+  int count;                  // tiles of the head
+  int own;                    // causal, the tile of the warp group's own rows; else -1
+  float c;                    // E = 2^(factor s - c)
+  float delta[2], is_key[2];  // of the thread's two rows
   float acc[S::kDim / 2];
   uint32_t e[kTerms][4], a[kTerms][4];
 
@@ -48,7 +48,7 @@ struct LongGradient {
       const int row = first + 16 * at.warp + (at.lane() >> 2) + 8 * half;
       if (row < head.length) {
         const float2 numbers = call.numbers[head.row + row];
-        delta[half] = numbers.x, keep[half] = numbers.y;
+        delta[half] = numbers.x, is_key[half] = numbers.y;
       }
     }
   }
@@ -119,7 +119,7 @@ struct LongGradient {
     for (int i = 0; i < kSums; ++i) s[i] = s[i] * call.factor - c;
     // Never so if keys and queries have one walk; but without a branch the assembler moves the powers behind the waits
     // for the products that they run beside.
-    const bool masked = call.keep != nullptr;
+    const bool masked = call.key_padding_mask != nullptr;
     if (masked) {  // no lse bounds the score of two tokens of which none is a key of the other
 #pragma unroll
       for (int i = 0; i < kSums; ++i) s[i] = fminf(s[i], BackwardRange<T>::kTop);
@@ -132,7 +132,7 @@ struct LongGradient {
         const float4 of = numbers_of(n, eight);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          s[4 * eight + i] *= WALK == Walk::kKeys ? (i % 2 == 0 ? of.y : of.w) : keep[i / 2];
+          s[4 * eight + i] *= WALK == Walk::kKeys ? (i % 2 == 0 ? of.y : of.w) : is_key[i / 2];
         }
       }
     }

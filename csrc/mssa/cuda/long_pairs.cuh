@@ -153,9 +153,9 @@ __global__ void __launch_bounds__(LongPairsShape<T, DIM, BOTH>::kThreads, 1)
   const int index = blockIdx.x / call.blocks, rows = blockIdx.x % call.blocks * S::kRows;
   const Head head(call, index);
   if (rows >= head.length || call.left[index] != 0) return;
-  if (const uint8_t* const keep = head.keep(call)) {
+  if (const uint8_t* const key_mask = head.key_mask(call)) {
     const int row = rows + static_cast<int>(threadIdx.x);
-    if (__syncthreads_count(threadIdx.x < S::kRows && row < head.length && keep[row]) == 0) return;
+    if (__syncthreads_count(threadIdx.x < S::kRows && row < head.length && key_mask[row]) == 0) return;
   }
   const bool diagonal = BOTH || causal;
   const int from = diagonal ? rows / S::kTile : 0, tiles = (head.length + S::kTile - 1) / S::kTile - from;

@@ -89,13 +89,13 @@ __global__ void __launch_bounds__(kLongTile) long_scale_kernel(const __grid_cons
   const T* const g = head.first<const T>(call, call.dout);
   const T* const out = head.first<const T>(call, call.out);
   T* const scaled_g = head.first<T>(call, call.scaled);
-  const uint8_t* const keep = head.keep(call);
+  const uint8_t* const key_mask = head.key_mask(call);
   bool shows[2] = {false, false};
   for (int row = first + (id >> 3); row < first + kLongTile; row += kLongTile / 8) {
     const bool there = row < head.length;
     const float lse = there ? call.lse[head.row + row] : -INFINITY;
     const float inverse = lse == -INFINITY ? 0.0f : exp2_fast(c - lse * kLog2E) * unit;
-    const bool is_key = there && (keep == nullptr || keep[row]);
+    const bool is_key = there && (key_mask == nullptr || key_mask[row]);
     ScaledRow<T> scaled;
 #pragma unroll
     for (int panel = 0; panel < DIM / 64; ++panel) {

@@ -42,7 +42,7 @@ struct Gradient {
   Own<T, DIM, ROWS16, HELD> w;
   Own<T, DIM, ROWS16, false> g;  // one product reads g, two read w: held too, g leaves too few registers
   float base[ROWS16][2], shift[ROWS16][2];
-  uint32_t keep = ~0u;  // bit 2 m + half: the row may be a key
+  uint32_t is_key = ~0u;  // bit 2 m + half: the row may be a key
 
   // s += own rows of w . the 16 rows of a tile. BOTH: t += own rows of g . them, which are then read once.
   template <bool BOTH>
@@ -95,7 +95,7 @@ struct Gradient {
         unroll<8>([&](int i) {
           const int half = i % 4 / 2, o = other + i / 4 * 8 + 2 * t + i % 2, j = row + 16 * m + g0 + 8 * half;
           const bool there = o < head.length;
-          if (!(there & sees(call.mask, o, j) & (keep >> (2 * m + half)))) as_key[i / 4][i % 4] = 0.0f;
+          if (!(there & sees(call.mask, o, j) & (is_key >> (2 * m + half)))) as_key[i / 4][i % 4] = 0.0f;
           if (!(there & sees(call.mask, j, o) & (kept_keys >> (i / 4 * 2 + i % 2)))) as_query[i / 4][i % 4] = 0.0f;
         });
       }
@@ -105,7 +105,7 @@ struct Gradient {
         const float level = tile.shift[i / 4 * 8 + 2 * t + i % 2];
         value[i / 4][i % 4] = terms.select ? (x > level ? 1.0f : 0.0f) : x;
       });
-      if (call.seed != nullptr) {
+      if (call.masking.seed != nullptr) {
         const uint32_t keys = kept_bits<16>(seed, call, head, row + 16 * m, other, true);
         const uint32_t queries = kept_bits<16>(seed, call, head, row + 16 * m, other, false);
         unroll<8>([&](int i) {
@@ -147,8 +147,8 @@ CRATE_DEVICE void load_others(const RowTile<T>& to, const Problem& call, const H
                               const View<const T>& g, bool select, int first, int count) {
   load_tile<T, DIM>(to.w, w, count, first, head.length, call.access);
   if (call.values) load_tile<T, DIM>(to.g, g, count, first, head.length, call.access);
-  const float* const lse = select ? call.largest : call.lse;
-  const float* const shift = select ? call.select_level : call.delta;
+  const float* const lse = select ? call.scratch.row_max : call.outputs.lse;
+  const float* const shift = select ? call.scratch.select_level : call.scratch.delta;
   for (int n = threadIdx.x; n < count; n += blockDim.x) {
     const bool there = first + n < head.length;
     const int64_t at = head.row + (there ? first + n : 0);

@@ -43,17 +43,17 @@ CRATE_DEVICE void backward_block(const Problem& call) {
   const int rows = static_cast<int>(blockDim.x) / 2 * ROWS16;
   const Head head(call, blockIdx.x / call.blocks);
   const int block = blockIdx.x % call.blocks;
-  clear_uncovered(call, head, block, call.dw, nullptr);
+  clear_uncovered(call, head, block, call.outputs.dw, nullptr);
   const int first = block * rows;
   if (first >= head.length) return;
   T *const own_w = reinterpret_cast<T*>(shared_memory()), *const own_g = own_w + rows * DIM;
   unsigned char* const stages = reinterpret_cast<unsigned char*>(own_g + rows * DIM);
-  const View<const T> w = head.view<const T>(call, call.w);
-  const View<const T> g = head.view<const T>(call, call.dout);
-  const uint8_t* const mask = head.keep(call);
+  const View<const T> w = head.view<const T>(call, call.inputs.w);
+  const View<const T> g = head.view<const T>(call, call.inputs.dout);
+  const uint8_t* const mask = head.key_mask(call);
   // Derived again: read from `call`, they cost 9 registers on sm_80 in heads of 256 channels.
   const bool values = call.values, products = values && !call.select;
-  const bool scores = products || call.dlse != nullptr;
+  const bool scores = products || call.inputs.dlse != nullptr;
   load_tile<T, DIM>(own_w, w, rows, first, head.length, call.access);
   if (products) load_tile<T, DIM>(own_g, g, rows, first, head.length, call.access);
   finish_copies();
@@ -64,9 +64,9 @@ CRATE_DEVICE void backward_block(const Problem& call) {
   unroll<ROWS16, 2>([&](int m, int half) {
     // Rows past the end are zeros in the tile, and their results are not stored: any index in range will do here.
     const int j = min(row + 16 * m + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * half, head.length - 1);
-    gradient.base[m][half] = base_of(call.lse[head.row + j]);
-    gradient.shift[m][half] = call.delta[head.row + j];
-    if (mask != nullptr && !mask[j]) gradient.keep &= ~(1u << (2 * m + half));
+    gradient.base[m][half] = base_of(call.outputs.lse[head.row + j]);
+    gradient.shift[m][half] = call.scratch.delta[head.row + j];
+    if (mask != nullptr && !mask[j]) gradient.is_key &= ~(1u << (2 * m + half));
   });
   // A threshold used as a weight would be rounded. As a factor of a sum it is exact. So sum the selected rows first,
   // apart from the other terms.
@@ -82,7 +82,8 @@ CRATE_DEVICE void backward_block(const Problem& call) {
   if (row >= head.length) return;
   unroll<ROWS16>([&](int m) { round_rows<T, DIM>(own_w + (warp_rows + m * 16) * DIM, gradient.acc[m], 1.0f, 1.0f); });
   __syncwarp();
-  store_tile<T, DIM>(head.view<T>(call, call.dw), own_w + warp_rows * DIM, 16 * ROWS16, row, head.length, call.access);
+  store_tile<T, DIM>(head.view<T>(call, call.outputs.dw), own_w + warp_rows * DIM, 16 * ROWS16, row, head.length,
+                     call.access);
 }
 
 // At most four warps per block.

@@ -12,19 +12,19 @@ CRATE_DEVICE void forward_block(const Problem& call, int from = 0) {
   const int rows = static_cast<int>(blockDim.x) / 2 * ROWS16;
   const Head head(call, blockIdx.x / call.blocks);
   const int block = blockIdx.x % call.blocks;
-  if (call.select_level == nullptr) clear_uncovered(call, head, block, call.out, call.lse);
+  if (call.scratch.select_level == nullptr) clear_uncovered(call, head, block, call.outputs.out, call.outputs.lse);
   const int first = first_row(call, block, rows);
   if (first >= head.length || first + rows <= from) return;
   T* const own_tile = reinterpret_cast<T*>(shared_memory());
   T* const tiles = own_tile + rows * DIM;  // two of them
-  const View<const T> w = head.view<const T>(call, call.w);
-  const View<const T> key_rows = head.view<const T>(call, call.keys);
+  const View<const T> w = head.view<const T>(call, call.inputs.w);
+  const View<const T> key_rows = head.view<const T>(call, call.inputs.keys);
   const Keys keys(call, head);
   const int warp_rows = threadIdx.x / kWarp * 16 * ROWS16, row = first + warp_rows, place = keys.before + row;
   const Span own_rows = {place, place + 16 * ROWS16};
   const Span walk =
       tiles_of(keys_of(call.mask, {keys.before + first, keys.before + first + rows}, keys.length), COLUMNS);
-  const RowMask mask = {keys.keep, seed_of(call), call.scale == 0.0f ? 1.0f : fabsf(call.scale), keys.length};
+  const RowMask mask = {keys.key_mask, seed_of(call), call.scale == 0.0f ? 1.0f : fabsf(call.scale), keys.length};
   const Sign sign(call.scale);
   const auto load = [&](int n) {
     load_tile<T, DIM>(tiles + n % 2 * COLUMNS * DIM, key_rows, COLUMNS, n * COLUMNS, keys.length, call.access);
@@ -44,7 +44,7 @@ CRATE_DEVICE void forward_block(const Problem& call, int from = 0) {
       if (n + 1 < walk.stop) load(n + 1);
       const Span tile = {n * COLUMNS, n * COLUMNS + COLUMNS};
       if (row < head.length && meets(call.mask, own_rows, tile)) {
-        const bool masked = keys.keep != nullptr || tile.stop > keys.length || cuts(call.mask, own_rows, tile);
+        const bool masked = keys.key_mask != nullptr || tile.stop > keys.length || cuts(call.mask, own_rows, tile);
         attend_tile<COLUMNS>(state, own, tiles + n % 2 * COLUMNS * DIM, call, head, mask, sign, {place, tile.first},
                              masked, pass);
       }
@@ -52,7 +52,7 @@ CRATE_DEVICE void forward_block(const Problem& call, int from = 0) {
     }
     if (pass != Pass::select) state.finish_sums();
     if (pass != Pass::statistics) break;
-    if (call.select_level != nullptr) return put_statistics(state, call, head, row);
+    if (call.scratch.select_level != nullptr) return put_statistics(state, call, head, row);
     pass = Pass::select;
     load_first();
   }

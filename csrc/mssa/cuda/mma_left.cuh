@@ -15,7 +15,7 @@ template <class T, int DIM, int ROWS16, int COLUMNS, bool HELD>
 __global__ void __launch_bounds__(128) mma_left_forward_kernel(Problem call, const int32_t* left) {
   const Head head(call, blockIdx.x / call.blocks);
   const int count = left[blockIdx.x / call.blocks];
-  if (count == 0) return clear_uncovered(call, head, blockIdx.x % call.blocks, call.out, call.lse);
+  if (count == 0) return clear_uncovered(call, head, blockIdx.x % call.blocks, call.outputs.out, call.outputs.lse);
   forward_block<T, DIM, ROWS16, COLUMNS, HELD>(call, head.length - count);
 }
 
@@ -28,7 +28,7 @@ template <class T, int DIM, int ROWS16, int COLUMNS, bool HELD>
 __global__ void __launch_bounds__(128) mma_left_backward_kernel(Problem call, const int32_t* left) {
   const Head head(call, blockIdx.x / call.blocks);
   if (left[blockIdx.x / call.blocks] == 0) {
-    return clear_uncovered(call, head, blockIdx.x % call.blocks, call.dw, nullptr);
+    return clear_uncovered(call, head, blockIdx.x % call.blocks, call.outputs.dw, nullptr);
   }
   backward_block<T, DIM, ROWS16, COLUMNS, HELD>(call);
 }

@@ -134,7 +134,7 @@ CRATE_DEVICE void pairs_block(const Problem& call) {
   T* const all = reinterpret_cast<T*>(shared_memory());
   T* const exchange = all + tiles * 16 * DIM;
   float2* const extremes = reinterpret_cast<float2*>(exchange + 2 * kMostTiles * 256);
-  load_tile<T, DIM>(all, head.view<const T>(call, call.w), tiles * 16, 0, head.length, call.access);
+  load_tile<T, DIM>(all, head.view<const T>(call, call.inputs.w), tiles * 16, 0, head.length, call.access);
   finish_copies();
   Own<T, DIM, 1, true> own;
   own.load(all + row * DIM);

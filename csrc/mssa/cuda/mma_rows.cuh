@@ -31,7 +31,7 @@ struct RowState {
 
 // The mask of a warp's rows: keys that a row may see, weights that dropout keeps.
 struct RowMask {
-  const uint8_t* keep;  // of this sequence
+  const uint8_t* key_mask;  // of this sequence
   uint64_t seed;
   float scale;  // magnitude; the left operand has the sign
   int length;   // of the keys
@@ -48,7 +48,7 @@ CRATE_DEVICE void mask_scores(float (&s)[ROWS16][COLUMNS / 8][4], const Problem&
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   // Branch-free: masked tiles are rare, but in one, many columns are masked.
   uint32_t kept_keys = ~0u;
-  if (mask.keep != nullptr) kept_keys = key_bits<COLUMNS>(mask.keep, place.key, mask.length);
+  if (mask.key_mask != nullptr) kept_keys = key_bits<COLUMNS>(mask.key_mask, place.key, mask.length);
   unroll<ROWS16, 2>([&](int m, int half) {
     // Positions from the lane's first key on.
     const int first = place.key + 2 * t, length = mask.length - first, row = place.row + 16 * m + g + 8 * half - first;
@@ -62,12 +62,12 @@ CRATE_DEVICE void mask_scores(float (&s)[ROWS16][COLUMNS / 8][4], const Problem&
 
 // Sign of the scale, moved into the left operand: its sign bits are flipped, or, for 0, all bits cleared.
 struct Sign {
-  uint32_t keep, flip;
+  uint32_t mask, flip;
 
-  explicit CRATE_DEVICE Sign(float scale) : keep(scale == 0.0f ? 0 : ~0u), flip(scale < 0.0f ? 0x80008000u : 0) {}
+  explicit CRATE_DEVICE Sign(float scale) : mask(scale == 0.0f ? 0 : ~0u), flip(scale < 0.0f ? 0x80008000u : 0) {}
 
   CRATE_DEVICE void apply(uint32_t (&a)[4]) const {
-    unroll<4>([&](int i) { a[i] = (a[i] & keep) ^ flip; });
+    unroll<4>([&](int i) { a[i] = (a[i] & mask) ^ flip; });
   }
 };
 
@@ -117,7 +117,7 @@ CRATE_DEVICE void attend_tile(RowState<T, DIM, ROWS16>& state, const Own<T, DIM,
     });
   });
   if (pass == Pass::statistics) return;
-  if (call.seed != nullptr) {
+  if (call.masking.seed != nullptr) {
     unroll<ROWS16>([&](int m) {
       const uint32_t bits = kept_bits<COLUMNS>(mask.seed, call, head, place.row + 16 * m, place.key, false);
       unroll<COLUMNS / 2>([&](int i) {
@@ -156,14 +156,14 @@ CRATE_DEVICE void finish_rows(const RowState<T, DIM, ROWS16>& state, T* tile, co
       const float sum = state.sum[m][half];
       const int at = row + 16 * m + lane / 4 + 8 * half;
       factor[half] = sum == 0.0f ? 0.0f : call.keep_factor * (call.select ? call.threshold : 1.0f / sum);
-      if (lane % 4 == 0 && at < head.length && call.lse != nullptr && at >= from) {
-        call.lse[head.row + at] = lse_of(state.largest[m][half], sum);
+      if (lane % 4 == 0 && at < head.length && call.outputs.lse != nullptr && at >= from) {
+        call.outputs.lse[head.row + at] = lse_of(state.largest[m][half], sum);
       }
     });
     round_rows<T, DIM>(tile + m * 16 * DIM, state.acc[m], factor[0], factor[1]);
   });
   __syncwarp();
-  store_tile<T, DIM>(head.view<T>(call, call.out), tile, 16 * ROWS16, row, head.length, call.access,
+  store_tile<T, DIM>(head.view<T>(call, call.outputs.out), tile, 16 * ROWS16, row, head.length, call.access,
                      max(from - row, 0));
 }
 

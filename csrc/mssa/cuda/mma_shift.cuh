@@ -17,7 +17,7 @@ constexpr int kShiftWarps = 4;
 // Writes shift of row i, if it exists.
 CRATE_DEVICE void put_shift(const Problem& call, const Head& head, int i, float delta) {
   const int64_t at = head.row + i;
-  if (i < head.length) call.delta[at] = call.dlse == nullptr ? delta : delta - call.dlse[at];
+  if (i < head.length) call.scratch.delta[at] = call.inputs.dlse == nullptr ? delta : delta - call.inputs.dlse[at];
 }
 
 // A pair of a row's channels, as bits; zeros where there are none.
@@ -75,8 +75,8 @@ CRATE_DEVICE void shift_rows(const Problem& call, float (&share)[2]) {
   const int row = (blockIdx.x % call.blocks * kShiftWarps + warp) * 16 + r;
   float upper[4] = {}, lower[4] = {};  // rows and columns 0 to 7; 8 to 15
   if (call.products) {
-    const View<const T> g = head.view<const T>(call, call.dout);
-    const View<const T> out = head.view<const T>(call, call.out);
+    const View<const T> g = head.view<const T>(call, call.inputs.dout);
+    const View<const T> out = head.view<const T>(call, call.outputs.out);
     Rounding rounding;
     for (int c = 2 * t; c < call.access.head_dim + 2 * t; c += 16) {
       uint32_t a[4], b[4];
@@ -108,9 +108,9 @@ CRATE_DEVICE void summed_shift_rows(const Problem& call, const bool (&wanted)[2]
   if (first >= head.length) return;
   T *const own_w = reinterpret_cast<T*>(shared_memory()), *const own_g = own_w + kRows * DIM;
   T* const tile = own_g + kRows * DIM;
-  const View<const T> w = head.view<const T>(call, call.w);
-  const View<const T> g = head.view<const T>(call, call.dout);
-  const uint8_t* const keep = head.keep(call);
+  const View<const T> w = head.view<const T>(call, call.inputs.w);
+  const View<const T> g = head.view<const T>(call, call.inputs.dout);
+  const uint8_t* const key_mask = head.key_mask(call);
   const uint64_t seed = seed_of(call);
   const int warp_row = threadIdx.x / kWarp * 16, row = first + warp_row;
   const int lane = threadIdx.x % kWarp, r = lane / 4, t = lane % 4;
@@ -134,8 +134,9 @@ CRATE_DEVICE void summed_shift_rows(const Problem& call, const bool (&wanted)[2]
       left<DIM>(a, own_g + warp_row * DIM, k);
       add_pair<T>(d[0], d[1], a, b);
     }
-    const uint32_t kept_keys = keep == nullptr ? ~0u : key_bits<kShiftColumns>(keep, key, head.length);
-    const uint32_t kept = call.seed == nullptr ? ~0u : kept_bits<kShiftColumns>(seed, call, head, row, key, false);
+    const uint32_t kept_keys = key_mask == nullptr ? ~0u : key_bits<kShiftColumns>(key_mask, key, head.length);
+    const uint32_t kept =
+        call.masking.seed == nullptr ? ~0u : kept_bits<kShiftColumns>(seed, call, head, row, key, false);
     unroll<2>([&](int half) {
       const int query = row + r + 8 * half;
       float score[4], most = -INFINITY;
@@ -170,7 +171,7 @@ CRATE_DEVICE void leave_own(const Problem& call, const float (&share)[2], bool (
   const Head head(call, blockIdx.x / call.blocks);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, r = lane / 4, t = lane % 4;
   const int row = (blockIdx.x % call.blocks * kShiftWarps + warp) * 16 + r;
-  const View<const T> w = head.view<const T>(call, call.w);
+  const View<const T> w = head.view<const T>(call, call.inputs.w);
   constexpr float kEps = std::is_same_v<T, bf16> ? 0x1p-7f : 0x1p-10f;
   unroll<2>([&](int half) {
     float square = 0.0f;
@@ -179,7 +180,7 @@ CRATE_DEVICE void leave_own(const Problem& call, const float (&share)[2], bool (
       unroll<2>([&](int e) { square += of_pair<T>(bits, e) * of_pair<T>(bits, e); });
     }
     const float score = call.scale * row_sum(square);
-    const float lse = row + 8 * half < head.length ? call.lse[head.row + row + 8 * half] : 0.0f;
+    const float lse = row + 8 * half < head.length ? call.outputs.lse[head.row + row + 8 * half] : 0.0f;
     const float rest = fmaxf(lse - score, 0.0f) + 0x1p-23f * fabsf(lse);
     wanted[half] = wanted[half] && 2.0f * rest * share[half] > kDeviation * kEps;
   });
@@ -188,12 +189,12 @@ CRATE_DEVICE void leave_own(const Problem& call, const float (&share)[2], bool (
 template <class T, int DIM>
 CRATE_DEVICE void shift_block(const Problem& call) {
   bool wanted[2] = {true, true};
-  if (call.seed == nullptr || !call.products) {
+  if (call.masking.seed == nullptr || !call.products) {
     float share[2] = {};
     shift_rows<T>(call, share);
     unroll<2>([&](int half) { wanted[half] = share[half] > 1.0f; });
     if (__syncthreads_count(wanted[0] || wanted[1]) == 0) return;
-    if (call.keep == nullptr) leave_own<T>(call, share, wanted);
+    if (call.masking.key_padding_mask == nullptr) leave_own<T>(call, share, wanted);
     if (__syncthreads_count(wanted[0] || wanted[1]) == 0) return;
   }
   summed_shift_rows<T, DIM>(call, wanted);

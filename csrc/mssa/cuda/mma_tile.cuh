@@ -203,11 +203,11 @@ CRATE_DEVICE uint32_t kept_bits(uint64_t seed, const Problem& call, const Head& 
 
 // Padding mask of a lane's part of COLUMNS keys: bit 2 n + e keeps column e of the n-th product.
 template <int COLUMNS>
-CRATE_DEVICE uint32_t key_bits(const uint8_t* keep, int key, int length) {
+CRATE_DEVICE uint32_t key_bits(const uint8_t* key_mask, int key, int length) {
   uint32_t bits = 0;
   unroll<COLUMNS / 4>([&](int i) {
     const int at = key + i / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2;
-    if (at < length && keep[at]) bits |= 1u << i;
+    if (at < length && key_mask[at]) bits |= 1u << i;
   });
   return bits;
 }

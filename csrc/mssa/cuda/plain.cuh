@@ -51,17 +51,17 @@ CRATE_DEVICE HeadRows rows_of(const Problem& c, const Rows& t, const Head& h) {
 struct OtherTokens {
   int before, start;  // places of the first row and of the first token
   int length;
-  const uint8_t* keep;  // null: every token is a key
-  int64_t row;          // of tensors of a number per token
+  const uint8_t* key_mask;  // null: every token is a key
+  int64_t row;              // of tensors of a number per token
 };
 
-CRATE_DEVICE OtherTokens itself(const Head& h, const uint8_t* keep) {
-  return {0, 0, h.length, keep, h.row};
+CRATE_DEVICE OtherTokens itself(const Head& h, const uint8_t* key_mask) {
+  return {0, 0, h.length, key_mask, h.row};
 }
 CRATE_DEVICE OtherTokens another_range(const Problem& c, const Head& h) {
   const mssa::Range& r = c.key_range;
   return {r.row_start, r.start, r.count,
-          r.keep == nullptr ? nullptr : r.keep + static_cast<int64_t>(h.sequence) * r.count,
+          r.key_padding_mask == nullptr ? nullptr : r.key_padding_mask + static_cast<int64_t>(h.sequence) * r.count,
           (static_cast<int64_t>(h.sequence) * c.nheads + h.head) * r.count};
 }
 
@@ -159,14 +159,14 @@ CRATE_DEVICE void stage(const Problem& c, float* tile, const HeadRows& t, int fi
 // Copies a chunk of the owned rows from shared memory. Writes directly from the threads' registers would be 8 bytes
 // each, and three times the code of everything else.
 CRATE_DEVICE void unstage(const Problem& c, const float* tile, const HeadRows& t, int first, int length, int channel) {
-  const Chunk chunk = {c, t, c.results, first, length, channel};
+  const Chunk chunk = {c, t, c.out_dtype, first, length, channel};
   chunk.each<kOwned, 1>(
       [&](int row, int d) {
-        if (chunk.has(row, d)) put_element(c.results, t.data, chunk.offset(row, d), tile[row * kPitch + d]);
+        if (chunk.has(row, d)) put_element(c.out_dtype, t.data, chunk.offset(row, d), tile[row * kPitch + d]);
       },
       [&](int row, int d) {
         if (!chunk.has(row, d)) return;
-        *chunk.pack(row, d) = typed(c.results, [&](auto zero) { return pack_at(tile + row * kPitch + d, zero); });
+        *chunk.pack(row, d) = typed(c.out_dtype, [&](auto zero) { return pack_at(tile + row * kPitch + d, zero); });
       });
 }
 
@@ -249,8 +249,8 @@ CRATE_DEVICE void put_weights(float* weights, const float (&p)[kPart][kPart], co
 // Dropout mask of a thread's weights: bit kPart * i + j for row + 4 i as query and column + 8 j as key, or the reverse.
 // Not unrolled: unrolled, it would be most of the kernel.
 CRATE_DEVICE uint32_t keep_bits(const Problem& c, const Head& h, int row, int column, bool row_is_query) {
-  if (c.seed == nullptr) return 0xffff;
-  const uint64_t seed = *c.seed;
+  if (c.masking.seed == nullptr) return 0xffff;
+  const uint64_t seed = *c.masking.seed;
   uint32_t bits = 0;
 #pragma unroll 1
   for (int n = 0; n < kPart * kPart; ++n) {

@@ -12,8 +12,8 @@ namespace crate_kernels::plain {
 // without keys has L = -inf, and all its weights are masked. Where the forward selected, L is the largest score
 // instead, and `level` the threshold times the sum of the weights.
 struct Numbers {
-  float lse, low, delta, dlse, level = 1.0f;
-  CRATE_DEVICE float weight(float score) const { return expf(score - lse - low); }
+  float lse, lse_residual, delta, dlse, level = 1.0f;
+  CRATE_DEVICE float weight(float score) const { return expf(score - lse - lse_residual); }
 };
 
 template <bool APART, class Tokens>
@@ -21,10 +21,10 @@ CRATE_DEVICE Numbers numbers_of(const Problem& c, const Tokens& t, int row) {
   if (row >= t.length) return {INFINITY, 0.0f, 0.0f, 0.0f};
   const int64_t n = t.row + row;
   if (APART) return {c.key_range.lse[n], 0.0f, c.key_range.delta[n], c.key_range.dlse[n]};
-  const float dlse = c.dlse != nullptr ? c.dlse[n] : 0.0f;
-  if (c.select_level != nullptr) return {c.largest[n], 0.0f, 0.0f, dlse, c.select_level[n]};
-  const float low = c.lse_residual == nullptr ? 0.0f : c.lse_residual[n];
-  return {c.lse[n], low, c.products ? c.delta[n] : 0.0f, dlse};
+  const float dlse = c.inputs.dlse != nullptr ? c.inputs.dlse[n] : 0.0f;
+  if (c.scratch.select_level != nullptr) return {c.scratch.row_max[n], 0.0f, 0.0f, dlse, c.scratch.select_level[n]};
+  const float lse_residual = c.scratch.lse_residual == nullptr ? 0.0f : c.scratch.lse_residual[n];
+  return {c.outputs.lse[n], lse_residual, c.products ? c.scratch.delta[n] : 0.0f, dlse};
 }
 
 template <int CHUNKS, bool APART = false>
@@ -39,12 +39,12 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
   const Head h = head_of<APART>(c, place.head);
   const int start = place.block * kOwned, first_chunk = place.group * CHUNKS;
   const int chunks = CHUNKS == 1 ? 1 : (c.access.head_dim + kChunk - 1) / kChunk;
-  if (place.group == 0) clear_uncovered(c, h, place.block, c.dw, nullptr);
+  if (place.group == 0) clear_uncovered(c, h, place.block, c.outputs.dw, nullptr);
   if (start >= h.length) return;
-  const uint8_t* const keep = h.keep(c);
-  const OtherTokens others = APART ? another_range(c, h) : itself(h, keep);
-  const HeadRows own_w_at = rows_of(c, c.w, h), own_g_at = rows_of(c, c.dout, h);
-  const HeadRows w_at = APART ? rows_of(c, c.keys, h) : own_w_at;
+  const uint8_t* const key_mask = h.key_mask(c);
+  const OtherTokens others = APART ? another_range(c, h) : itself(h, key_mask);
+  const HeadRows own_w_at = rows_of(c, c.inputs.w, h), own_g_at = rows_of(c, c.inputs.dout, h);
+  const HeadRows w_at = APART ? rows_of(c, c.inputs.keys, h) : own_w_at;
   const HeadRows g_at = APART ? rows_of(c, c.key_range.dout, h) : own_g_at;
   const Thread t;
   // With more than one chunk, the memory of the owned rows is free once the scores are known.
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
   unroll<kPart>([&](int n) {
     const int j = start + t.row_at(n);
     own[n] = numbers_of<false>(c, h, j);
-    own_kept[n] = j < h.length && (keep == nullptr || keep[j]);
+    own_kept[n] = j < h.length && (key_mask == nullptr || key_mask[j]);
   });
   float acc[CHUNKS][kPart][kColumns] = {};
 
@@ -103,14 +103,14 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
       unroll<kPart>([&](int b) {
         const int n = first + t.column_at(b), i = others.start + n;
         const Numbers row = numbers_of<APART>(c, others, n);
-        const bool row_kept = n < others.length && (others.keep == nullptr || others.keep[n]);
+        const bool row_kept = n < others.length && (others.key_mask == nullptr || others.key_mask[n]);
         unroll<kPart>([&](int a) {
           const int j = before + t.row_at(a);
           const float score = scaled(s[a][b], c.scale);
           float p = own_kept[a] && sees(c.mask, i, j) ? row.weight(score) : 0.0f;
           float q = as_queries && row_kept && sees(c.mask, j, i) ? own[a].weight(score) : 0.0f;
           float value = p;
-          if (c.select_level != nullptr) {
+          if (c.scratch.select_level != nullptr) {
             value = p > row.level ? c.threshold : 0.0f;
             p *= c.threshold / row.level;
             q *= c.threshold / own[a].level;
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
   }
 
   const float one[kPart] = {1.0f, 1.0f, 1.0f, 1.0f};
-  write_rows(c, own_w, rows_of(c, c.dw, h, c.results), acc, one, t, start, h.length, first_chunk);
+  write_rows(c, own_w, rows_of(c, c.outputs.dw, h, c.out_dtype), acc, one, t, start, h.length, first_chunk);
 }
 
 }  // namespace crate_kernels::plain

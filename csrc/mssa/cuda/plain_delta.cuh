@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_delta_kernel(Problem c) {
   const int start = blockIdx.x % c.blocks * kOwned, row = start + static_cast<int>(threadIdx.x);
   if (start >= h.length) return;
   float delta = 0.0f, squares = 0.0f, most_g = 0.0f, most_out = 0.0f;
-  const HeadRows g_at = rows_of(c, c.dout, h), out_at = rows_of(c, c.out, h);
+  const HeadRows g_at = rows_of(c, c.inputs.dout, h), out_at = rows_of(c, c.outputs.out, h);
   for (int chunk = 0; chunk * kChunk < c.access.head_dim; ++chunk) {
     __syncthreads();
     stage<kOwned>(c, g, g_at, start, h.length, chunk * kChunk);
@@ -43,8 +43,9 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_delta_kernel(Problem c) {
   }
   const float most = mssa::kMostRounding * warp_max(most_g), rounding = fabsf(c.scale) * most_out * sqrtf(squares);
   if (threadIdx.x >= kOwned || row >= h.length) return;
-  c.delta[h.row + row] = delta;
-  if (c.lse_residual != nullptr) c.lse_residual[h.row + row] = c.dtype != Dtype::f32 && rounding > most ? 1.0f : 0.0f;
+  c.scratch.delta[h.row + row] = delta;
+  if (c.scratch.lse_residual != nullptr)
+    c.scratch.lse_residual[h.row + row] = c.dtype != Dtype::f32 && rounding > most ? 1.0f : 0.0f;
 }
 
 // s += w_j.w_i; as_key += w_j.g_i if KEY; as_query += g_j.w_i if QUERY. j: owned rows; i: rows of the tile.
@@ -90,15 +91,17 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_measure_kernel(Problem c)
   if (start >= h.length) return;
   const int row_here = start + static_cast<int>(threadIdx.x);
   const bool here = threadIdx.x < kOwned && row_here < h.length;
-  const auto shows = [&] { return c.products && c.seed == nullptr && c.lse_residual[h.row + row_here] != 0.0f; };
-  const float lse = here ? c.lse[h.row + row_here] : -INFINITY;
+  const auto shows = [&] {
+    return c.products && c.masking.seed == nullptr && c.scratch.lse_residual[h.row + row_here] != 0.0f;
+  };
+  const float lse = here ? c.outputs.lse[h.row + row_here] : -INFINITY;
   const bool far = lse > -INFINITY && (is_far(lse, h.length) || shows());
-  if (__syncthreads_count(far) == 0 && (c.seed == nullptr || !c.products)) {
-    if (here) c.lse_residual[h.row + row_here] = 0.0f;
+  if (__syncthreads_count(far) == 0 && (c.masking.seed == nullptr || !c.products)) {
+    if (here) c.scratch.lse_residual[h.row + row_here] = 0.0f;
     return;
   }
-  const uint8_t* const keep = h.keep(c);
-  const HeadRows w_at = rows_of(c, c.w, h), g_at = rows_of(c, c.dout, h);
+  const uint8_t* const key_mask = h.key_mask(c);
+  const HeadRows w_at = rows_of(c, c.inputs.w, h), g_at = rows_of(c, c.inputs.dout, h);
   const Span keys = keys_of(c.mask, {start, start + kOwned}, h.length);
   const int begin = keys.first / kTile * kTile;
   const int chunks = (c.access.head_dim + kChunk - 1) / kChunk;
@@ -123,7 +126,8 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_measure_kernel(Problem c)
     unroll<kPart>([&](int i) {
       unroll<kPart>([&](int j) {
         const int key = first + t.column_at(j);
-        const bool seen = key < h.length && (keep == nullptr || keep[key]) && sees(c.mask, start + t.row_at(i), key);
+        const bool seen =
+            key < h.length && (key_mask == nullptr || key_mask[key]) && sees(c.mask, start + t.row_at(i), key);
         s[i][j] = seen ? scaled(s[i][j], c.scale) : -INFINITY;
       });
       delta[i] *= weigh(s[i], row[i]);
@@ -137,8 +141,8 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_measure_kernel(Problem c)
     const int query = start + t.row_at(i);
     if (t.column != 0 || query >= h.length) return;
     const int64_t at = h.row + query;
-    if (c.products) c.delta[at] = sum == 0.0f ? 0.0f : total / sum;
-    c.lse_residual[at] = sum == 0.0f ? 0.0f : row[i].largest - c.lse[at] + logf(sum);
+    if (c.products) c.scratch.delta[at] = sum == 0.0f ? 0.0f : total / sum;
+    c.scratch.lse_residual[at] = sum == 0.0f ? 0.0f : row[i].largest - c.outputs.lse[at] + logf(sum);
   });
 }
 

@@ -56,7 +56,7 @@ CRATE_DEVICE OtherTokens keys_for(const Problem& c, const Head& h) {
     return another_range(c, h);
   } else {
     const Keys keys(c, h);
-    return {keys.before, 0, keys.length, keys.keep, 0};
+    return {keys.before, 0, keys.length, keys.key_mask, 0};
   }
 }
 
@@ -69,12 +69,12 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
   const BlockPlace place = place_of(c);
   const Head h = head_of<APART>(c, place.head);
   const int start = first_row(c, place.block, kOwned);
-  const bool measures = c.select_level != nullptr;
-  if (place.group == 0 && !measures) clear_uncovered(c, h, place.block, c.out, c.lse);
+  const bool measures = c.scratch.select_level != nullptr;
+  if (place.group == 0 && !measures) clear_uncovered(c, h, place.block, c.outputs.out, c.outputs.lse);
   if (start >= h.length) return;
 
   const OtherTokens keys = keys_for<APART>(c, h);
-  const HeadRows queries_at = rows_of(c, c.w, h), keys_at = rows_of(c, c.keys, h);
+  const HeadRows queries_at = rows_of(c, c.inputs.w, h), keys_at = rows_of(c, c.inputs.keys, h);
   const int before = keys.before + start - keys.start;  // place of the first owned row, from the first key's
   const Span seen_keys = keys_of(c.mask, {before, before + kOwned}, keys.length);
   const int first_chunk = place.group * CHUNKS;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
         bool kept[kPart];
         unroll<kPart>([&](int j) {
           const int key = first + t.column_at(j);
-          kept[j] = key < keys.length && (keys.keep == nullptr || keys.keep[key]);
+          kept[j] = key < keys.length && (keys.key_mask == nullptr || keys.key_mask[key]);
         });
         unroll<kPart>([&](int i) {
           unroll<kPart>([&](int j) {
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
         });
       }
       if (pass < passes - 1) continue;
-      if (c.seed != nullptr && active) {
+      if (c.masking.seed != nullptr && active) {
         // Places in the sequence. Without another range that is `start`: what a cache has before it draws no dropout.
         const int row = APART ? keys.start + before : start;
         const uint32_t kept = keep_bits(c, h, row + t.row, keys.start + first + t.column, true);
@@ -174,11 +174,11 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
     const bool empty = sum == 0.0f;
     const int query = start + t.row_at(i);
     factor[i] = empty ? 0.0f : c.keep_factor * (passes == 2 ? c.threshold : 1.0f / sum);
-    if (c.lse != nullptr && place.group == 0 && t.column == 0 && query < h.length) {
-      c.lse[h.row + query] = mssa::lse_of(row[i].largest, sum);
+    if (c.outputs.lse != nullptr && place.group == 0 && t.column == 0 && query < h.length) {
+      c.outputs.lse[h.row + query] = mssa::lse_of(row[i].largest, sum);
     }
   });
-  write_rows(c, own, rows_of(c, c.out, h, c.results), acc, factor, t, start, h.length, first_chunk);
+  write_rows(c, own, rows_of(c, c.outputs.out, h, c.out_dtype), acc, factor, t, start, h.length, first_chunk);
 }
 
 }  // namespace crate_kernels::plain

@@ -32,24 +32,46 @@ struct View {
 struct Range {
   Rows dout;                        // gradient of its out
   const float *lse, *delta, *dlse;  // (sequences, nheads, count)
-  const uint8_t* keep;              // (sequences, count); null: every token is a key
+  const uint8_t* key_padding_mask;  // (sequences, count); null: every token is a key
   int count, start;                 // its tokens, and the place of the first
   int row_start;                    // place of the first row
   int first_head, nheads;           // heads before those that are here, and all heads: dropout counts them
 };
 
+// The tensors of a call, in four parts. A number per row is (sequences, nheads, seqlen), packed (nheads, total).
+
+struct Inputs {
+  Rows w, keys, dout;  // keys: w, or the cache that w was appended to; dout: gradient of out
+  const float* dlse;   // a number per row; null: no gradient
+};
+
+// A backward reads those of the forward, and writes dw.
+struct Outputs {
+  Rows out, dw;
+  float* lse;  // a number per row; null: not wanted
+};
+
+// A number per row each.
+struct Scratch {
+  float* delta;
+  float* lse_residual;            // what rounding took from lse; null: not known
+  float *row_max, *select_level;  // of phi = "threshold": the largest score, and the threshold times the sum of weights
+                                  // that are at most 1. Where they are wanted, a forward writes nothing else
+};
+
+// What says which keys a row sees, and which weights dropout keeps.
+struct Masking {
+  const uint8_t* key_padding_mask;  // (sequences, seqlen); null: every key
+  int32_t* cache_lengths;           // of the cache before the new tokens, which alone are padded then; null: no cache
+  const int64_t* seed;              // null: no dropout
+};
+
 struct Problem {
-  Rows w, keys, out, dout, dw;    // keys: w, or the cache that w was appended to; dout: gradient of out
-  float* lse;                     // (sequences, nheads, seqlen), packed (nheads, total); null: not wanted
-  float* delta;                   // scratch of lse's size
-  float* lse_residual;            // the same: what rounding took from lse; null: not known
-  float *largest, *select_level;  // the same, of phi = "threshold": the largest score, and the threshold times the sum
-                                  // of weights that are at most 1. Where they are wanted, a forward writes nothing else
-  const float* dlse;              // of lse's size; null: no gradient
-  const uint8_t* keep;            // (sequences, seqlen); null: every key
-  int32_t* cache_lengths;         // lengths of the cache before the new tokens, which `keep` then masks; null: no cache
-  const int32_t* cu_seqlens;      // (sequences + 1,); null: not packed
-  const int64_t* seed;            // null: no dropout
+  Inputs inputs;
+  Outputs outputs;
+  Scratch scratch;
+  Masking masking;
+  const int32_t* cu_seqlens;             // (sequences + 1,); null: not packed
   int sequences, nheads, seqlen, total;  // seqlen: the longest; total: packed rows
   int capacity;                          // of the cache
   int blocks, groups;                    // per head: of rows, and of channels of the output
@@ -59,8 +81,8 @@ struct Problem {
   uint32_t drop_last;  // the largest Philox word that is dropped
   Mask mask;
   bool select;                    // phi = "threshold"
-  bool values, products, scores;  // backward: has terms with g_i, with g_i.w_j, with a gradient of scores
-  Dtype results;                  // of out and dw
+  bool values, products, scores;  // backward: has terms with dout_i, with dout_i.w_j, with a gradient of scores
+  Dtype out_dtype;                // of out and dw
   Range key_range;                // the range whose tokens are `keys`, if it is not the rows'
 };
 

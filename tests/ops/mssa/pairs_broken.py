@@ -37,7 +37,7 @@ BROKEN = {
     "no-zeros": ("call.sums != nullptr && half", "call.sums == nullptr && half", "257-tokens"),
     "half-of-the-zeros": ("half < first / 64 + 2", "half < first / 64 + 1", "257-tokens"),
     "sums-of-two-sequences": ("at += of.start / 64 + of.sequence;", "at += of.start / 64;", "packed"),
-    "blocks-of-keys-left": ("keep[row]) == 0) return;", "keep[row]) != 0) return;", "padded"),
+    "blocks-of-keys-left": ("key_mask[row]) == 0) return;", "key_mask[row]) != 0) return;", "padded"),
     "from-own-tiles": ("diagonal ? rows / S::kTile : 0", "diagonal ? rows / S::kTile : rows / S::kTile", "padded"),
     "first-rows-rounded": ("tile * S::kTile + 16 * warp,", "tile * S::kTile + 0 * warp,", "causal"),
 }

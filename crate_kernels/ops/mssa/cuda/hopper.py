@@ -48,7 +48,7 @@ class HeadCall(Record):
     cpp = "mssa::HeadCall"
     _fields_ = (
         *fields(HeadTokens, "w dout out dw"),
-        *fields(POINTER, "lse dlse keep cu_seqlens left"),
+        *fields(POINTER, "lse dlse key_padding_mask cu_seqlens left"),
         *fields(ctypes.c_int32, "heads nheads seqlen total head_dim"),
         *fields(ctypes.c_float, "scale factor"),
     )
@@ -90,7 +90,7 @@ def parameters(kind: type[_Given], w: Tensor, call: MSSACall, lse: Tensor) -> tu
     found = kind(
         w=tokens(w, call),
         lse=lse,
-        keep=contiguous(call.key_padding_mask),
+        key_padding_mask=contiguous(call.key_padding_mask),
         cu_seqlens=contiguous(call.cu_seqlens),
         left=left,
         heads=heads,

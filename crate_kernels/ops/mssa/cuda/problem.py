@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from typing import Any
 
 from torch import Tensor
 
@@ -40,18 +41,49 @@ class MssaRange(Record):
     cpp = "mssa::Range"
     _fields_ = (
         ("dout", MssaRows),
-        *fields(POINTER, "lse delta dlse keep"),
+        *fields(POINTER, "lse delta dlse key_padding_mask"),
         *fields(ctypes.c_int, "count start row_start first_head nheads"),
     )
 
 
+class MssaInputs(Record):
+    """The tensors that a call reads."""
+
+    cpp = "mssa::Inputs"
+    _fields_ = (*fields(MssaRows, "w keys dout"), ("dlse", POINTER))
+
+
+class MssaOutputs(Record):
+    """The tensors that a call writes; a backward reads those of the forward."""
+
+    cpp = "mssa::Outputs"
+    _fields_ = (*fields(MssaRows, "out dw"), ("lse", POINTER))
+
+
+class MssaRowScratch(Record):
+    """Numbers per row between the kernels of a call."""
+
+    cpp = "mssa::RowScratch"
+    _fields_ = fields(POINTER, "delta lse_residual row_max select_level")
+
+
+class MssaMasking(Record):
+    """What says which keys a row sees, and which weights dropout keeps."""
+
+    cpp = "mssa::Masking"
+    _fields_ = fields(POINTER, "key_padding_mask cache_lengths seed")
+
+
 class MssaProblem(Record):
-    """The tensors and options of a call."""
+    """The tensors of a call in four parts, its sizes and options. Fields of the parts are given by their own names."""
 
     cpp = "mssa::Problem"
     _fields_ = (
-        *fields(MssaRows, "w keys out dout dw"),
-        *fields(POINTER, "lse delta lse_residual largest select_level dlse keep cache_lengths cu_seqlens seed"),
+        ("inputs", MssaInputs),
+        ("outputs", MssaOutputs),
+        ("scratch", MssaRowScratch),
+        ("masking", MssaMasking),
+        ("cu_seqlens", POINTER),
         *fields(ctypes.c_int, "sequences nheads seqlen total capacity blocks groups"),
         ("access", MssaAccess),
         ("dtype", ctypes.c_int),
@@ -59,9 +91,23 @@ class MssaProblem(Record):
         ("drop_last", ctypes.c_uint32),
         ("mask", MssaMask),
         *fields(ctypes.c_bool, "select values products scores"),
-        ("results", ctypes.c_int),
+        ("out_dtype", ctypes.c_int),
         ("key_range", MssaRange),
     )
+
+    def __init__(self, **values: Any) -> None:
+        for part, kind in PARTS.items():
+            values[part] = kind(**{name: values.pop(name) for name in kind.offsets() if name in values})
+        super().__init__(**values)
+
+
+# By the name of the field; no name is in two of them.
+PARTS: dict[str, type[Record]] = {
+    "inputs": MssaInputs,
+    "outputs": MssaOutputs,
+    "scratch": MssaRowScratch,
+    "masking": MssaMasking,
+}
 
 
 def rows_of(x: Tensor, packed: bool) -> MssaRows:
@@ -98,7 +144,7 @@ def of_forward(w: Tensor, call: MSSACall, out: Tensor, lse: Tensor | None, **mor
         "keys": rows_of(w, packed),
         "out": rows_of(out, packed),
         "lse": lse if lse is not None and lse.numel() else None,
-        "keep": contiguous(call.key_padding_mask),
+        "key_padding_mask": contiguous(call.key_padding_mask),
         "cu_seqlens": contiguous(call.cu_seqlens),
         "seed": call.seed,
         "sequences": w.shape[0] if call.cu_seqlens is None else len(call.cu_seqlens) - 1,
@@ -106,7 +152,7 @@ def of_forward(w: Tensor, call: MSSACall, out: Tensor, lse: Tensor | None, **mor
         "seqlen": call.max_seqlen if packed else w.shape[2],
         "total": w.shape[0 if packed else 2],
         "dtype": DTYPES[w.dtype],
-        "results": DTYPES[w.dtype],
+        "out_dtype": DTYPES[w.dtype],
         "scale": call.scale,
         "select": call.threshold is not None,
         "threshold": call.threshold or 0.0,
@@ -147,7 +193,7 @@ def of_backward(
     packed, select = call.packed, call.threshold is not None
     values = dout is not None
     products = values and not select
-    levels = {"largest": scratch[1], "select_level": scratch[2]} if select and values else {"lse_residual": scratch[1]}
+    levels = {"row_max": scratch[1], "select_level": scratch[2]} if select and values else {"lse_residual": scratch[1]}
     return of_forward(
         w,
         call,

@@ -19,7 +19,7 @@ def _between(
     seed = {"seed": call.seed, "dropout_p": call.dropout_p}
     attention = whole.MSSACall(scale=call.scale, causal=call.causal, **seed)
     key_range = MssaRange(
-        keep=call.column_mask,
+        key_padding_mask=call.column_mask,
         count=columns.w.shape[2],
         start=call.column_start,
         row_start=call.row_start,
@@ -27,7 +27,7 @@ def _between(
         nheads=call.nheads or rows.w.shape[1],
         **more,
     )
-    found = of_attention(rows.w, attention, out, lse, keys=rows_of(columns.w, False), results=DTYPES[torch.float32])
+    found = of_attention(rows.w, attention, out, lse, keys=rows_of(columns.w, False), out_dtype=DTYPES[torch.float32])
     return {**found, "key_range": key_range}
 
 
@@ -52,5 +52,6 @@ def of_backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall, 
     others_lse, others_delta, others_dlse = (t.contiguous() for t in others)
     more = {"dout": rows_of(others_dout, False), "lse": others_lse, "delta": others_delta, "dlse": others_dlse}
     found = _between(rows, columns, call, dw, lse, more)
-    gradients = {"delta": delta, "dlse": dlse, "keep": call.row_mask, "values": True, "products": True, "scores": True}
-    return with_access({**found, "dw": found["out"], "dout": rows_of(dout, False), **gradients})
+    terms = dict.fromkeys(("values", "products", "scores"), True)
+    gradients = {"dw": found["out"], "dout": rows_of(dout, False), "delta": delta, "dlse": dlse}
+    return with_access({**found, **gradients, "key_padding_mask": call.row_mask, **terms})
