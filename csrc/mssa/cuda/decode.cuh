@@ -67,7 +67,7 @@ CRATE_DEVICE void attend(Attention<VECTORS * Pack<T>::kCount> (&state)[TOKENS],
                          const Step& c) {
   constexpr int kChannels = VECTORS * Pack<T>::kCount;
   const int lane = threadIdx.x % c.lanes, slot = threadIdx.x % kWarp / c.lanes, slots = kWarp / c.lanes;
-  Slice<T, VECTORS> row[KEYS];
+  Slice<T, VECTORS> row[KEYS];  // (KEYS, head_dim) per slot
   unroll<KEYS>([&](int u) {
     const int key = first + u * slots + slot;
     row[u].load(rows, key, key < stop, lane, c);
@@ -138,8 +138,8 @@ __global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) mssa_decode_ker
   const CacheSpace space = space_of(c, head);
   const View<T> w = head.view<T>(c, c.inputs.w), cache = head.view<T>(c, c.inputs.keys);
 
-  Slice<T, VECTORS> query[TOKENS];
-  Attention<kChannels> state[TOKENS];
+  Slice<T, VECTORS> query[TOKENS];     // (TOKENS, head_dim) per slot
+  Attention<kChannels> state[TOKENS];  // (TOKENS, head_dim) per slot
   unroll<TOKENS>([&](int n) { query[n].load(w, token + n, token + n < c.seqlen, lane, c); });
 
   const int step = kKeys * (kWarp / c.lanes);  // keys of a warp at once

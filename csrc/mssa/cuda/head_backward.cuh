@@ -89,7 +89,7 @@ template <class S>
 CRATE_DEVICE void add_tail(const HeadCall& call, const Head& head, const HeadGradient<S>& gradient, float back) {
   using T = typename S::T;
   const HeadPlace at = gradient.at;
-  float sums[S::kPanels][S::kTail / 2];
+  float sums[S::kPanels][S::kTail / 2];  // (64 kPanels channels, kTail rows) per warp group
   const auto add = [&](auto panel) {
     constexpr int kPanel = decltype(panel)::value;
     const uint32_t channels = kPanel * S::kPanel;

@@ -106,7 +106,7 @@ CRATE_DEVICE void finish_tail(const HeadCall& call, int index, const HeadOutput<
   const HeadPlace at = output.at;
   const uint32_t one = pack_pair<T>(1.0f, 1.0f), columns = at.base + S::kColumnsAt;
   uint32_t ones[4] = {one, one, one, one};
-  float sums[S::kPanels][S::kTail / 2], total[S::kTail / 2];
+  float sums[S::kPanels][S::kTail / 2], total[S::kTail / 2];  // (64 kPanels channels, kTail rows), (64, kTail)
   wgmma_fence();
 #pragma unroll
   for (int panel = 0; panel < S::kPanels; ++panel) {

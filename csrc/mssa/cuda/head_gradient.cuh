@@ -64,19 +64,19 @@ template <class S>
 struct HeadGradient {
   using T = typename S::T;
   HeadPlace at;
-  uint32_t w;                 // this head's tokens; g and w^ are behind them
-  uint32_t left;              // the warp group's rows of w
-  float factor, c, scale;     // E = 2^(factor s - c)
-  float delta[2], is_key[2];  // of the thread's two rows
-  float acc[S::kDim / 2];
-  uint32_t e[S::kMost][4], a[S::kMost][4];
+  uint32_t w;                               // this head's tokens; g and w^ are behind them
+  uint32_t left;                            // the warp group's rows of w
+  float factor, c, scale;                   // E = 2^(factor s - c)
+  float delta[2], is_key[2];                // of the thread's two rows
+  float acc[S::kDim / 2];                   // (64, kDim) per warp group
+  uint32_t e[S::kMost][4], a[S::kMost][4];  // (16, kTile) per warp: E and scale A, rounded
 
   // The sums of a tile's products: s for E, t for A; on the diagonal t is that of keys alone, and queries are
   // apart.
   template <int COLUMNS, Side SIDE>
   struct Sums {
     static constexpr bool kApart = SIDE == Side::kBoth;
-    float s[COLUMNS / 2], t[COLUMNS / 2], more[kApart ? COLUMNS / 2 : 1];
+    float s[COLUMNS / 2], t[COLUMNS / 2], more[kApart ? COLUMNS / 2 : 1];  // (64, COLUMNS) per warp group
     CRATE_DEVICE auto& queries() {
       if constexpr (kApart) {
         return more;
@@ -246,7 +246,7 @@ struct HeadGradient {
     const int row = first + 16 * at.warp + (at.lane() >> 2);
 #pragma unroll 1
     for (int column = 0; column < head.length; column += 16) {
-      float s[8], t[8];
+      float s[8], t[8];  // (64, 16) per warp group
       const uint32_t right = w + column * kRowBytes;
       wgmma_fence();
       add_scores<T, 16, S::kDim>(s, left, right, S::kPanel, false);

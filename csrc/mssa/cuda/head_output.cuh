@@ -56,15 +56,15 @@ struct HeadOutput {
   using T = typename S::T;
   const HeadCall& call;
   HeadPlace at;
-  uint32_t w;      // this head's tokens
-  int length;      // and their number
-  float raise;     // of every shift, beside its row's number in shared memory
-  float shift[2];  // of the thread's two rows: P = 2^(factor s - shift); minus infinity without a key
-  float exact[2];  // their sums, of exact weights
-  float sum[4];    // of rounded ones: of the two rows, two equal numbers each
-  float acc[S::kDim / 2];
-  uint32_t rows[S::kDim / 16][4];  // the left operand of the scores
-  uint32_t p[S::kMost][4];
+  uint32_t w;                      // this head's tokens
+  int length;                      // and their number
+  float raise;                     // of every shift, beside its row's number in shared memory
+  float shift[2];                  // of the thread's two rows: P = 2^(factor s - shift); minus infinity without a key
+  float exact[2];                  // their sums, of exact weights
+  float sum[4];                    // of rounded ones: of the two rows, two equal numbers each
+  float acc[S::kDim / 2];          // (64, kDim) per block
+  uint32_t rows[S::kDim / 16][4];  // (16, kDim) per warp: the left operand of the scores
+  uint32_t p[S::kMost][4];         // (16, kTile) per warp: weights, rounded
 
   // The column behind COLUMN and so many more, of the rows from FIRST on: causal, behind them is the tail.
   template <int FIRST, int COLUMN>

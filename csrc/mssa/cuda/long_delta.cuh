@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(128) long_delta_kernel(const __grid_constant__
     copy_async_wait<0>();
     fence_async_shared();
     __syncthreads();
-    float s[S::kTile / 2], t[S::kTile / 2];
+    float s[S::kTile / 2], t[S::kTile / 2];  // (64, kTile) per block: w_i.w_j, g^_i.w_j
     wgmma_fence();
     add_scores<T, S::kTile, DIM>(s, base, tile, S::kPanel, false);
     add_scores<T, S::kTile, DIM>(t, base + S::kTokens, tile, S::kPanel, false);

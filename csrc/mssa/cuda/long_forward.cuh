@@ -79,12 +79,12 @@ struct LongOutput {
   static constexpr int kTerms = S::kTile / 16;
   const LongCall& call;
   HeadPlace at;
-  int first;       // of the warp group's rows
-  float shift[2];  // of the thread's two rows: P = 2^(factor s - shift); minus infinity without a key
-  float exact[2];  // their sums, of exact weights
-  float sum[4];    // of rounded ones: of the two rows, two equal numbers each
-  float acc[S::kDim / 2];
-  uint32_t p[kTerms][4];
+  int first;               // of the warp group's rows
+  float shift[2];          // of the thread's two rows: P = 2^(factor s - shift); minus infinity without a key
+  float exact[2];          // their sums, of exact weights
+  float sum[4];            // of rounded ones: of the two rows, two equal numbers each
+  float acc[S::kDim / 2];  // (64, kDim) per warp group
+  uint32_t p[kTerms][4];   // (16, kTile) per warp: weights, rounded
 
   CRATE_DEVICE int row(int half) const { return first + 16 * at.warp + (at.lane() >> 2) + 8 * half; }
 
@@ -164,7 +164,7 @@ struct LongOutput {
   // its own.
   CRATE_DEVICE void attend(const Stages<S>& stages, int tiles, int length) {
     constexpr int kTurn = 1 + S::kGroups, kPair = 256;
-    float s[S::kTile / 2];
+    float s[S::kTile / 2];  // (64, kTile) per warp group
     stages.wait_full(0);
     start_scores(s, 0);
     wgmma_wait<0>();

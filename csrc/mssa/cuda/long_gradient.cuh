@@ -29,12 +29,12 @@ struct LongGradient {
   static constexpr int kTerms = S::kTile / 16, kSums = S::kTile / 2;
   const LongCall& call;
   HeadPlace at;
-  int count;                  // tiles of the head
-  int own;                    // causal, the tile of the warp group's own rows; else -1
-  float c;                    // E = 2^(factor s - c)
-  float delta[2], is_key[2];  // of the thread's two rows
-  float acc[S::kDim / 2];
-  uint32_t e[kTerms][4], a[kTerms][4];
+  int count;                            // tiles of the head
+  int own;                              // causal, the tile of the warp group's own rows; else -1
+  float c;                              // E = 2^(factor s - c)
+  float delta[2], is_key[2];            // of the thread's two rows
+  float acc[S::kDim / 2];               // (64, kDim) per warp group
+  uint32_t e[kTerms][4], a[kTerms][4];  // (16, kTile) per warp: E and scale A, rounded
 
   // The rows from `first` on: begins their copies, and takes their numbers.
   CRATE_DEVICE void take(const Head& head, int first) {
@@ -165,7 +165,7 @@ struct LongGradient {
   template <Walk WALK>
   CRATE_DEVICE void walk(const Stages<S>& stages, int from, int to, bool again) {
     if (from >= to) return;
-    float s[kSums], t[kSums];
+    float s[kSums], t[kSums];  // (64, kTile) per warp group
     stages.wait_full(from);
     start<WALK>(s, t, from);
     wgmma_wait<1>();

@@ -103,7 +103,7 @@ struct LongPairs : LongGradient<S> {
 
   // Adds `tiles` tiles; `to` is where the sums of the first begin.
   CRATE_DEVICE void walk(const Stages<S>& stages, int tiles, float* to) {
-    float s[kSums], t[kSums], sides[S::kSide / 2];
+    float s[kSums], t[kSums], sides[S::kSide / 2];  // (64, kTile) twice, (kTile, kSide) per warp group
     stages.wait_full(0);
     this->start_scores(s, 0);
     wgmma_wait<0>();
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(128) long_round_kernel(const __grid_constant__
   if (tile * S::kTile >= head.length || call.left[index] != 0) return;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const float4* const sums = reinterpret_cast<const float4*>(call.sums_of(head, tile, DIM)) + threadIdx.x;
-  float acc[DIM / 2];
+  float acc[DIM / 2];  // (64, DIM) per block
 #pragma unroll
   for (int i = 0; i < DIM / 8; ++i) {
     const float4 four = sums[i * 128];

@@ -27,8 +27,8 @@ struct Roles {
 // One tile of rows i in shared memory. With `select`, lse is the largest score, and shift the level of the weights.
 template <class T>
 struct RowTile {
-  T *w, *g;
-  float *lse, *shift;
+  T *w, *g;            // (count, DIM)
+  float *lse, *shift;  // (count,)
 };
 
 // Returns L, or inf for a row without keys: all its weights are then 0.
@@ -38,21 +38,21 @@ CRATE_DEVICE float base_of(float lse) {
 
 template <class T, int DIM, int ROWS16, bool HELD>
 struct Gradient {
-  float acc[ROWS16][DIM / 8][4] = {};
+  float acc[ROWS16][DIM / 8][4] = {};  // (16 ROWS16, DIM) per warp: dw
   Own<T, DIM, ROWS16, HELD> w;
-  Own<T, DIM, ROWS16, false> g;  // one product reads g, two read w: held too, g leaves too few registers
-  float base[ROWS16][2], shift[ROWS16][2];
-  uint32_t is_key = ~0u;  // bit 2 m + half: the row may be a key
+  Own<T, DIM, ROWS16, false> g;             // one product reads g, two read w: held too, g leaves too few registers
+  float base[ROWS16][2], shift[ROWS16][2];  // (16 ROWS16,) per warp
+  uint32_t is_key = ~0u;                    // bit 2 m + half: the row may be a key
 
   // s += own rows of w . the 16 rows of a tile. BOTH: t += own rows of g . them, which are then read once.
   template <bool BOTH>
   CRATE_DEVICE void scores(float (&s)[ROWS16][2][4], float (&t)[ROWS16][2][4], const T* tile) const {
 #pragma unroll(HELD ? DIM / 16 : 4)
     for (int k = 0; k < DIM / 16; ++k) {
-      uint32_t b[2][2];
+      uint32_t b[2][2];  // (16, 16): 16 channels of the tile's rows
       right_transposed<DIM>(b, tile, k);
       unroll<ROWS16>([&](int m) {
-        uint32_t a[4];
+        uint32_t a[4];  // (16, 16): the same channels of own rows
         w.get(a, m, k);
         add_pair<T>(s[m][0], s[m][1], a, b);
         if (!BOTH) return;
@@ -77,10 +77,10 @@ struct Gradient {
       scores<false>(s, dt, tile.w);
     }
     if (terms.products && roles.key) scores<false>(dp, dt, tile.g);
-    uint32_t p[ROWS16][4], a[ROWS16][4];
+    uint32_t p[ROWS16][4], a[ROWS16][4];  // (16 ROWS16, 16) per warp: P and A, rounded
 #pragma unroll
     for (int m = 0; m < ROWS16; ++m) {
-      float as_key[2][4] = {}, as_query[2][4] = {};  // P_ij and P_ji
+      float as_key[2][4] = {}, as_query[2][4] = {};  // (16, 16) per warp: P_ij and P_ji
       if (roles.key) {
         unroll<8>([&](int i) {
           const float base = base_of(tile.lse[i / 4 * 8 + 2 * t + i % 2]);
@@ -99,7 +99,7 @@ struct Gradient {
           if (!(there & sees(call.mask, j, o) & (kept_keys >> (i / 4 * 2 + i % 2)))) as_query[i / 4][i % 4] = 0.0f;
         });
       }
-      float value[2][4];
+      float value[2][4];  // (16, 16) per warp
       unroll<8>([&](int i) {
         const float x = as_key[i / 4][i % 4];
         const float level = tile.shift[i / 4 * 8 + 2 * t + i % 2];

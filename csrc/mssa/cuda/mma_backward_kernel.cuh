@@ -46,7 +46,7 @@ CRATE_DEVICE void backward_block(const Problem& call) {
   clear_uncovered(call, head, block, call.outputs.dw, nullptr);
   const int first = block * rows;
   if (first >= head.length) return;
-  T *const own_w = reinterpret_cast<T*>(shared_memory()), *const own_g = own_w + rows * DIM;
+  T *const own_w = reinterpret_cast<T*>(shared_memory()), *const own_g = own_w + rows * DIM;  // (rows, DIM) each
   unsigned char* const stages = reinterpret_cast<unsigned char*>(own_g + rows * DIM);
   const View<const T> w = head.view<const T>(call, call.inputs.w);
   const View<const T> g = head.view<const T>(call, call.inputs.dout);

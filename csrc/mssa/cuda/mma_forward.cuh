@@ -15,8 +15,8 @@ CRATE_DEVICE void forward_block(const Problem& call, int from = 0) {
   if (call.scratch.select_level == nullptr) clear_uncovered(call, head, block, call.outputs.out, call.outputs.lse);
   const int first = first_row(call, block, rows);
   if (first >= head.length || first + rows <= from) return;
-  T* const own_tile = reinterpret_cast<T*>(shared_memory());
-  T* const tiles = own_tile + rows * DIM;  // two of them
+  T* const own_tile = reinterpret_cast<T*>(shared_memory());  // (rows, DIM)
+  T* const tiles = own_tile + rows * DIM;                     // two of (COLUMNS, DIM)
   const View<const T> w = head.view<const T>(call, call.inputs.w);
   const View<const T> key_rows = head.view<const T>(call, call.inputs.keys);
   const Keys keys(call, head);

@@ -71,7 +71,7 @@ template <class T, int DIM>
 CRATE_DEVICE void pair_weights(uint32_t (&p)[4], const Own<T, DIM, 1, true>& own, const T* tile, float scale,
                                float shift, int row, int column, int length) {
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-  float s[2][4] = {};
+  float s[2][4] = {};  // (16, 16) per warp
   unroll<DIM / 16>([&](int k) {
     uint32_t b[2][2];
     right_transposed<DIM>(b, tile, k);
@@ -98,13 +98,13 @@ CRATE_DEVICE void attend_pairs(RowState<T, DIM, 1>& state, const Own<T, DIM, 1, 
   const int lane = threadIdx.x % kWarp, i = threadIdx.x / kWarp, count = blockDim.x / kWarp;
   // With an even number of tiles, the first half of the warps computes the pairs that are half the tiles apart.
   const auto meets = [&](int tile, int step) { return 2 * step != count || tile < step; };
-  float sums[4] = {};
+  float sums[4] = {};  // (16, 8) per warp: every column has the sums of the rows
   for (int step = 0; 2 * step <= count; ++step) {
     // Overwritten two steps later: by the barrier between, every warp has read it.
     T* const weights = exchange + step % 2 * kMostTiles * 256;
     if (meets(i, step)) {
       const int j = (i + step) % count;
-      uint32_t p[1][4];
+      uint32_t p[1][4];  // (16, 16) per warp: weights of the pair
       pair_weights<T, DIM>(p[0], own, tiles + j * 16 * DIM, scale, shift, 16 * i, 16 * j, length);
       add_weighted<T, DIM>(state, sums, p, tiles + j * 16 * DIM);
       unroll<4>([&](int n) {
@@ -131,9 +131,9 @@ template <class T, int DIM>
 CRATE_DEVICE void pairs_block(const Problem& call) {
   const Head head(call, blockIdx.x);
   const int tiles = blockDim.x / kWarp, row = threadIdx.x / kWarp * 16;
-  T* const all = reinterpret_cast<T*>(shared_memory());
-  T* const exchange = all + tiles * 16 * DIM;
-  float2* const extremes = reinterpret_cast<float2*>(exchange + 2 * kMostTiles * 256);
+  T* const all = reinterpret_cast<T*>(shared_memory());                                 // (16 tiles, DIM)
+  T* const exchange = all + tiles * 16 * DIM;                                           // two of (kMostTiles, 16, 16)
+  float2* const extremes = reinterpret_cast<float2*>(exchange + 2 * kMostTiles * 256);  // (tiles,)
   load_tile<T, DIM>(all, head.view<const T>(call, call.inputs.w), tiles * 16, 0, head.length, call.access);
   finish_copies();
   Own<T, DIM, 1, true> own;

@@ -17,8 +17,8 @@ enum class Pass { online, statistics, select };
 // State of a warp's 16 * ROWS16 rows. A lane has two rows of every 16, and its own columns' share of l.
 template <class T, int DIM, int ROWS16>
 struct RowState {
-  float acc[ROWS16][DIM / 8][4] = {};
-  float largest[ROWS16][2], sum[ROWS16][2] = {};
+  float acc[ROWS16][DIM / 8][4] = {};             // (16 ROWS16, DIM) per warp
+  float largest[ROWS16][2], sum[ROWS16][2] = {};  // (16 ROWS16,) per warp
 
   CRATE_DEVICE RowState() {
     unroll<ROWS16>([&](int m) { largest[m][0] = largest[m][1] = -INFINITY; });
@@ -76,16 +76,16 @@ template <int COLUMNS, class T, int DIM, int ROWS16, bool HELD>
 CRATE_DEVICE void attend_tile(RowState<T, DIM, ROWS16>& state, const Own<T, DIM, ROWS16, HELD>& own, const T* tile,
                               const Problem& call, const Head& head, const RowMask& mask, const Sign& sign,
                               TilePlace place, bool masked, Pass pass) {
-  float s[ROWS16][COLUMNS / 8][4] = {};
+  float s[ROWS16][COLUMNS / 8][4] = {};  // (16 ROWS16, COLUMNS) per warp
 #pragma unroll(HELD ? DIM / 16 : 4)
   for (int k = 0; k < DIM / 16; ++k) {
-    uint32_t a[ROWS16][4];
+    uint32_t a[ROWS16][4];  // (16 ROWS16, 16): 16 channels of own rows
     unroll<ROWS16>([&](int m) {
       own.get(a[m], m, k);
       sign.apply(a[m]);
     });
     unroll<COLUMNS / 16>([&](int n) {
-      uint32_t b[2][2];
+      uint32_t b[2][2];  // (16, 16): the same channels of 16 keys
       right_transposed<DIM>(b, tile + n * 16 * DIM, k);
       unroll<ROWS16>([&](int m) { add_pair<T>(s[m][2 * n], s[m][2 * n + 1], a[m], b); });
     });
@@ -126,7 +126,7 @@ CRATE_DEVICE void attend_tile(RowState<T, DIM, ROWS16>& state, const Own<T, DIM,
     });
   }
   unroll<COLUMNS / 16>([&](int n) {
-    uint32_t p[ROWS16][4];
+    uint32_t p[ROWS16][4];  // (16 ROWS16, 16): weights of 16 keys
     unroll<ROWS16>([&](int m) { pack_left<T>(p[m], s[m][2 * n], s[m][2 * n + 1]); });
     add_rows<T, DIM>(state.acc, p, tile + n * 16 * DIM);
   });

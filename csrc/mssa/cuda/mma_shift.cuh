@@ -106,8 +106,8 @@ CRATE_DEVICE void summed_shift_rows(const Problem& call, const bool (&wanted)[2]
   const Head head(call, blockIdx.x / call.blocks);
   const int first = blockIdx.x % call.blocks * kRows;
   if (first >= head.length) return;
-  T *const own_w = reinterpret_cast<T*>(shared_memory()), *const own_g = own_w + kRows * DIM;
-  T* const tile = own_g + kRows * DIM;
+  T *const own_w = reinterpret_cast<T*>(shared_memory()), *const own_g = own_w + kRows * DIM;  // (kRows, DIM) each
+  T* const tile = own_g + kRows * DIM;                                                         // (kShiftColumns, DIM)
   const View<const T> w = head.view<const T>(call, call.inputs.w);
   const View<const T> g = head.view<const T>(call, call.inputs.dout);
   const uint8_t* const key_mask = head.key_mask(call);
@@ -116,7 +116,7 @@ CRATE_DEVICE void summed_shift_rows(const Problem& call, const bool (&wanted)[2]
   const int lane = threadIdx.x % kWarp, r = lane / 4, t = lane % 4;
   load_tile<T, DIM>(own_w, w, kRows, first, head.length, call.access);
   load_tile<T, DIM>(own_g, g, kRows, first, head.length, call.access);
-  float largest[2] = {-INFINITY, -INFINITY}, sum[2] = {}, delta[2] = {};
+  float largest[2] = {-INFINITY, -INFINITY}, sum[2] = {}, delta[2] = {};  // (16,) per warp
   const Span walk = tiles_of(keys_of(call.mask, {first, first + kRows}, head.length), kShiftColumns);
   for (int n = walk.first; n < walk.stop; ++n) {
     const int key = n * kShiftColumns;
@@ -124,7 +124,7 @@ CRATE_DEVICE void summed_shift_rows(const Problem& call, const bool (&wanted)[2]
     load_tile<T, DIM>(tile, w, kShiftColumns, key, head.length, call.access);
     finish_copies();
     if (row >= head.length) continue;
-    float s[2][4] = {}, d[2][4] = {};
+    float s[2][4] = {}, d[2][4] = {};  // (16, kShiftColumns) per warp: w_i.w_j, g_i.w_j
 #pragma unroll 4
     for (int k = 0; k < DIM / 16; ++k) {
       uint32_t a[4], b[2][2];

@@ -118,7 +118,7 @@ CRATE_DEVICE void right(uint32_t (&b)[2][2], const T* tile, int k) {
 template <class T, int DIM, int ROWS16, bool HELD>
 struct Own {
   const T* tile;
-  uint32_t held[HELD ? ROWS16 : 1][HELD ? DIM / 16 : 1][4];
+  uint32_t held[HELD ? ROWS16 : 1][HELD ? DIM / 16 : 1][4];  // (16 ROWS16, DIM) per warp
 
   CRATE_DEVICE void load(const T* from) {
     tile = from;

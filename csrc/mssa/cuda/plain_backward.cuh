@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
     own[n] = numbers_of<false>(c, h, j);
     own_kept[n] = j < h.length && (key_mask == nullptr || key_mask[j]);
   });
-  float acc[CHUNKS][kPart][kColumns] = {};
+  float acc[CHUNKS][kPart][kColumns] = {};  // (kOwned, CHUNKS kChunk) per block
 
   // Without a gradient of the scores, owned rows are keys only.
   const int before = others.before + start;  // place of the first owned row
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
     const Span owned = {before + t.warp_row, before + t.warp_row + kWarpRows}, met = {tile, tile + kTile};
     const bool as_keys = mine < h.length && meets(c.mask, met, owned);
     const bool as_queries = c.scores && mine < h.length && meets(c.mask, owned, met);
-    float s[kPart][kPart] = {}, gw[kPart][kPart] = {}, wg[kPart][kPart] = {};
+    float s[kPart][kPart] = {}, gw[kPart][kPart] = {}, wg[kPart][kPart] = {};  // (kOwned, kTile) per block
     int staged = 0;
     for (; staged < chunks; ++staged) {
       const int channel = staged * kChunk, channels = channels_of(c, staged);
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
         __syncthreads();
       }
       if (!as_keys && !as_queries) continue;
-      float sum[kPart][kColumns] = {};
+      float sum[kPart][kColumns] = {};  // (kOwned, kChunk) per block, of a tile
       if (c.values && as_keys) add_weighted(sum, weights, tile_g, t, count);
       if (CHUNKS == 1) {
         __syncwarp();

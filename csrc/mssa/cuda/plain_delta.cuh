@@ -15,8 +15,8 @@ namespace crate_kernels::plain {
 // products: if a weight is near 1, out is near w, and g.w - delta cancels. If wanted, sets `lse_residual` where the
 // rounding of out would show.
 __global__ void __launch_bounds__(kThreads) mssa_plain_delta_kernel(Problem c) {
-  float* const g = reinterpret_cast<float*>(shared_memory());
-  float* const out = g + kOwned * kPitch;
+  float* const g = reinterpret_cast<float*>(shared_memory());  // (kOwned, kChunk)
+  float* const out = g + kOwned * kPitch;                      // (kOwned, kChunk)
   const Head h(c, blockIdx.x / c.blocks);
   const int start = blockIdx.x % c.blocks * kOwned, row = start + static_cast<int>(threadIdx.x);
   if (start >= h.length) return;
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_measure_kernel(Problem c)
   Softmax row[kPart];
   float delta[kPart] = {};
   for (int first = begin; first < keys.stop; first += kTile) {
-    float s[kPart][kPart] = {}, d[kPart][kPart] = {}, none[kPart][kPart] = {};
+    float s[kPart][kPart] = {}, d[kPart][kPart] = {}, none[kPart][kPart] = {};  // (kOwned, kTile) per block
     for (int chunk = 0; chunk < chunks; ++chunk) {
       __syncthreads();
       if (chunks > 1 || first == begin) {

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
   const int chunks = CHUNKS == 1 ? 1 : (c.access.head_dim + kChunk - 1) / kChunk;
   const Thread t;
   Softmax row[kPart];
-  float acc[CHUNKS][kPart][kColumns] = {};
+  float acc[CHUNKS][kPart][kColumns] = {};  // (kOwned, CHUNKS kChunk) per block
 
   const int passes = c.select ? 2 : 1;
   for (int pass = 0; pass < passes; ++pass) {
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
       // Warps whose rows are absent, or see none of these keys, only help to copy.
       const Span warp_rows = {before + t.warp_row, before + t.warp_row + kWarpRows};
       const bool active = start + t.warp_row < h.length && meets(c.mask, warp_rows, {first, first + kTile});
-      float s[kPart][kPart] = {};
+      float s[kPart][kPart] = {};  // (kOwned, kTile) per block
       int staged = 0;
       for (; staged < chunks; ++staged) {
         __syncthreads();
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
         stage<kTile>(c, tile, keys_at, first, keys.length, staged * kChunk);
         __syncthreads();
         if (!active) continue;
-        float sum[kPart][kPart] = {};
+        float sum[kPart][kPart] = {};  // the same, of a chunk
         add_scores(sum, own, tile, t, channels_of(c, staged));
         add_sum(s, sum);
       }
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
           __syncthreads();
         }
         if (!active) continue;
-        float sum[kPart][kColumns] = {};
+        float sum[kPart][kColumns] = {};  // (kOwned, kChunk) per block, of a tile
         add_weighted(sum, weights, tile, t, count);
         unroll<kPart, kColumns>([&](int i, int k) { acc[n][i][k] = acc[n][i][k] * shrink[i] + sum[i][k]; });
       }

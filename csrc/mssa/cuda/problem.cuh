@@ -52,7 +52,7 @@ struct Outputs {
 };
 
 // A number per row each.
-struct Scratch {
+struct RowScratch {
   float* delta;
   float* lse_residual;            // what rounding took from lse; null: not known
   float *row_max, *select_level;  // of phi = "threshold": the largest score, and the threshold times the sum of weights
@@ -69,7 +69,7 @@ struct Masking {
 struct Problem {
   Inputs inputs;
   Outputs outputs;
-  Scratch scratch;
+  RowScratch scratch;
   Masking masking;
   const int32_t* cu_seqlens;             // (sequences + 1,); null: not packed
   int sequences, nheads, seqlen, total;  // seqlen: the longest; total: packed rows

@@ -40,9 +40,9 @@ struct TssaCausalShared {
     energy = s.take<float>(p.width);
     moment = s.take<float>(p.width);
     mass = s.take<float>(vectors);
-    partial = s.take<float>(kCausalTile * vectors);
-    logits = s.take<double>(pairs);
-    members = s.take<float>(pairs);
+    partial = s.take<float>(kCausalTile * vectors);  // (kCausalTile, vectors)
+    logits = s.take<double>(pairs);                  // (kCausalTile, nheads)
+    members = s.take<float>(pairs);                  // (kCausalTile, nheads)
     bytes = s.bytes;
   }
 };
@@ -64,7 +64,7 @@ struct TssaBefore {
 // The sums of Pi w^2 and Pi up to a token: those of the block's own tokens, and those before.
 template <int N>
 struct TssaMoments {
-  float before[N], sum[N], mass_before, mass;
+  float before[N], sum[N], mass_before, mass;  // channels of the thread's vector; of its head
 
   CRATE_DEVICE void start(const TssaBefore& moments, const TssaBefore& masses, int column, int h) {
     mass_before = masses[h];
@@ -115,7 +115,7 @@ CRATE_DEVICE void causal_energies(const TssaProblem& p, const Access& access, co
                                   int rows, float* sums) {
   constexpr int N = Access::kCount;
   each_vector<N>(p, [&](int, int h, int d) {
-    float acc[N] = {};
+    float acc[N] = {};  // channels of the thread's vector
 #pragma unroll 4
     for (int n = 0; n < rows; ++n) {
       float x[N];

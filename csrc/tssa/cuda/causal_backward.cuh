@@ -102,7 +102,7 @@ struct TssaBackSide {
 // The running sums of some channels over the block's own tokens.
 template <int N>
 struct TssaRunning {
-  float moment[N], energy[N], mass;
+  float moment[N], energy[N], mass;  // channels of the thread's vector; of its head
 
   CRATE_DEVICE void add(const float (&x)[N], float member, float counted) {
     const float weight = member * counted;
@@ -135,7 +135,7 @@ struct TssaMarks {
   // Tokens `first` to `last`, which are whole tiles.
   CRATE_DEVICE void add(TssaRunning<N>& sums, int first, int last, int h, int d) const {
     for (; first < last; first += kBackTile) {
-      float x[kBackTile][N];
+      float x[kBackTile][N];  // (kBackTile tokens, N channels) per thread
 #pragma unroll
       for (int r = 0; r < kBackTile; ++r) side.access.load(side.w, first + r, h, d, x[r]);
 #pragma unroll

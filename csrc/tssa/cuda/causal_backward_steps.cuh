@@ -40,7 +40,7 @@ CRATE_DEVICE void causal_dmoment(const TssaBackSide<Access>& side, float* sums) 
     float dmoment[N] = {}, dmass = 0.0f;
     for (int tile = 0; tile < side.s.rows(); tile += kBackTile) {
       const uint32_t kept = side.kept(tile, kBackTile, h, d);
-      float x[kBackTile][N], g[kBackTile][N];
+      float x[kBackTile][N], g[kBackTile][N];  // (kBackTile tokens, N channels) per thread
 #pragma unroll
       for (int r = 0; r < kBackTile; ++r) side.load(tile + r, h, d, kept >> r * N, x[r], g[r]);
 #pragma unroll

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_output_kernel(TssaForw
     running.start({sums, nullptr}, {masses, nullptr}, h * p.head_dim + d, h);
 #pragma unroll 1
     for (int first = 0; first < s.rows(); first += kCausalAhead) {
-      float x[kCausalAhead][N];
+      float x[kCausalAhead][N];  // (kCausalAhead tokens, N channels) per thread
       load_ahead(access, w, first, s.rows(), h, d, x);
       const uint32_t kept = kept_tokens<N>(p, s, first, kCausalAhead, h, d);
 #pragma unroll

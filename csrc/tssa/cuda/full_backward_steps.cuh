@@ -58,7 +58,7 @@ CRATE_DEVICE void logit_gradient(const TssaProblem& p, const Access& access, con
                                  const TssaMask& keep, int rows, float* scratch, const TssaRows& dlogit) {
   constexpr int N = Access::kCount;
   const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
-  float* const dmembers = scratch + warp * p.nheads;
+  float* const dmembers = scratch + warp * p.nheads;  // (nheads,) per warp
   for (int n = warp; n < rows; n += warps) {
     const auto products = [&](int h, int d, float (&values)[N]) {
       access.load(w, n, h, d, values);
@@ -129,7 +129,7 @@ CRATE_DEVICE void write_dw(const TssaProblem& p, const Access& access, const Tss
                            int rows, Slopes slopes) {
   constexpr int N = Access::kCount;
   each_column<N>(p, [&](int h, int d, int group, int groups) {
-    TssaSlopes of[N];
+    TssaSlopes of[N];  // channels of the thread's vector
     slopes(h, d, of);
     for (int n = group; n < rows; n += groups) {
       float x[N], g[N];

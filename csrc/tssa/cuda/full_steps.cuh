@@ -26,7 +26,7 @@ CRATE_DEVICE void energy_sums(const TssaProblem& p, const Access& access, const 
 
 // The reciprocals of all channels' sums; of fp32 tokens alone, `rest` is there.
 struct TssaReciprocals {
-  float *inverse, *rest;
+  float *inverse, *rest;  // (width,)
 
   template <class Access>
   CRATE_DEVICE void set(const Access& access, int column, float c) const {
@@ -48,7 +48,7 @@ CRATE_DEVICE void membership(const TssaProblem& p, const Access& access, const T
                              const TssaRows& members, const TssaRows& stored) {
   constexpr int N = Access::kCount;
   const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
-  double* const logits = scratch + warp * p.nheads;
+  double* const logits = scratch + warp * p.nheads;  // (nheads,) per warp
   for (int n = warp; n < rows; n += warps) {
     const auto ratios = [&](int h, int d, float (&values)[N]) {
       access.load(w, n, h, d, values);
@@ -100,11 +100,11 @@ CRATE_DEVICE void write_out(const TssaProblem& p, const Access& access, const Ts
                             const TssaTokens& out, int rows, Gate gate_of) {
   constexpr int N = Access::kCount;
   each_column<N>(p, [&](int h, int d, int group, int groups) {
-    float gate[N];
+    float gate[N];  // channels of the thread's vector
     gate_of(h, d, gate);
     constexpr int kAhead = 2;  // loads in flight, not delayed by stores
     for (int n = group; n < rows; n += kAhead * groups) {
-      float x[kAhead][N];
+      float x[kAhead][N];  // (kAhead tokens, N channels) per thread
 #pragma unroll
       for (int r = 0; r < kAhead; ++r) access.load(w, min(n + r * groups, rows - 1), h, d, x[r]);
 #pragma unroll

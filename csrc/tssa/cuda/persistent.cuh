@@ -39,7 +39,8 @@ struct TssaPersistentShared {
   static constexpr int kFirst = 4, kSecond = kFirst + S::kSums, kChannels = kSecond + S::kSums;
   static constexpr int kHeads = kChannels + kCopies * S::kWidth, kStatistics = kHeads + (S::kHeads + 3) / 4 * 4;
   static constexpr int kTokens = kStatistics + (BACKWARD ? 2 * S::kBuffers * S::kWidth : 0);
-  int size, by_head, members, dlogit, keep, scratch;  // size: of a tensor's tokens; by_head: of numbers by head
+  int size, by_head;                   // of a tensor's tokens; of numbers by head
+  int members, dlogit, keep, scratch;  // members, dlogit: (share, kHeads); keep: (share,)
 
   CRATE_DEVICE explicit TssaPersistentShared(int share) {
     const auto four = [](int n) { return (n + 3) / 4 * 4; };

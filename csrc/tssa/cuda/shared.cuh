@@ -40,8 +40,10 @@ struct TssaResident {
   CRATE_DEVICE TssaResident(const TssaProblem& p, int rows, int threads, bool backward) {
     const int copies = backward ? 2 : 1;
     TssaShared s;
-    for (int i = 0; i < 2; ++i) tokens[i] = s.take<char>(i < copies ? p.itemsize() * rows * p.width : 0);
-    for (int i = 0; i < 2; ++i) by_head[i] = s.take<float>(i < copies ? int64_t{rows} * p.nheads : 0);
+    for (int i = 0; i < 2; ++i)
+      tokens[i] = s.take<char>(i < copies ? p.itemsize() * rows * p.width : 0);  // (rows, width)
+    for (int i = 0; i < 2; ++i)
+      by_head[i] = s.take<float>(i < copies ? int64_t{rows} * p.nheads : 0);  // (rows, nheads)
     first = s.take<float>(p.width + p.nheads);
     second = s.take<float>(p.width + p.nheads);
     channels = s.take<float>((backward ? 2 : tssa_reciprocals(p)) * p.width);

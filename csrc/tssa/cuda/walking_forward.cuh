@@ -10,7 +10,10 @@ template <class S>
 struct TssaWalkingShared {
   static constexpr int kFirst = 4, kSecond = kFirst + S::kSums, kEnergies = kSecond + S::kSums;
   static constexpr int kMoments = kEnergies + 2 * S::kWidth, kFacts = kMoments + 2 * S::kSums, kTokens = kFacts + 4;
-  int size, members, keep, scratch;  // size: of a step's tokens
+  int size;     // of a step's tokens, (chunk, kWidth) of 16 bits
+  int members;  // (chunk, kHeads)
+  int keep;     // (chunk,)
+  int scratch;
 
   CRATE_DEVICE explicit TssaWalkingShared(int chunk) {
     const auto four = [](int n) { return (n + 3) / 4 * 4; };
