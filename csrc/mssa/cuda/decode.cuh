@@ -123,7 +123,7 @@ CRATE_DEVICE void append_rows(const mssa::Problem& c, const CacheSpace& space, c
   const int head_dim = c.access.head_dim, rows = min(space.appended - token, count);
   for (int n = threadIdx.x; n < rows * head_dim; n += kThreads) {
     const int64_t row = token + n / head_dim, d = n % head_dim;
-    cache.data[(space.held + row) * cache.row + d * cache.channel] = w.data[row * w.row + d * w.channel];
+    cache.data[(space.cached + row) * cache.row + d * cache.channel] = w.data[row * w.row + d * w.channel];
   }
 }
 
@@ -143,10 +143,10 @@ __global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) mssa_decode_ker
   unroll<TOKENS>([&](int n) { query[n].load(w, token + n, token + n < c.seqlen, lane, c); });
 
   const int step = kKeys * (kWarp / c.lanes);  // keys of a warp at once
-  const int stretch = (space.held + c.splits - 1) / c.splits, begin = split * stretch;
-  const int end = begin + stretch < space.held ? begin + stretch : space.held;
+  const int stretch = (space.cached + c.splits - 1) / c.splits, begin = split * stretch;
+  const int end = begin + stretch < space.cached ? begin + stretch : space.cached;
   for (int first = begin + warp * step; first < end; first += kWarps * step) {
-    attend<T, TOKENS, VECTORS, kKeys>(state, query, cache, first, end, space.held + token, c);
+    attend<T, TOKENS, VECTORS, kKeys>(state, query, cache, first, end, space.cached + token, c);
   }
   if (split == c.splits - 1) {
     const int seen = token + TOKENS < space.appended ? token + TOKENS : space.appended;
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) mssa_decode_ker
 
 CRATE_DEVICE void advance(const mssa::Problem& c, const Head& head) {
   const CacheSpace space = space_of(c, head);
-  if (threadIdx.x == 0) c.masking.cache_lengths[head.sequence] = space.held + space.appended;
+  if (threadIdx.x == 0) c.masking.cache_lengths[head.sequence] = space.cached + space.appended;
 }
 
 // Write out and lse of one new token of one head from the stretches; a sequence's first block advances its length.

@@ -64,13 +64,13 @@ struct Head {
 
 // Tokens in a cache, and new ones that fit behind them.
 struct CacheSpace {
-  int held, appended;
+  int cached, appended;
 };
 
 // New tokens beyond the capacity are dropped: they are never written, and no token sees them. `key_mask` is
 // right-padded, so that its kept tokens come first. Every lane of a warp takes part.
 CRATE_DEVICE CacheSpace space_of(const Problem& call, const Head& head) {
-  const int held = min(max(call.masking.cache_lengths[head.sequence], 0), call.capacity);
+  const int cached = min(max(call.masking.cache_lengths[head.sequence], 0), call.capacity);
   int kept = call.seqlen;
   if (const uint8_t* const key_mask = head.key_mask(call)) {
     kept = 0;
@@ -78,7 +78,7 @@ CRATE_DEVICE CacheSpace space_of(const Problem& call, const Head& head) {
 #pragma unroll
     for (int step = kWarp / 2; step > 0; step /= 2) kept += __shfl_xor_sync(kAllLanes, kept, step);
   }
-  return {held, min(kept, call.capacity - held)};
+  return {cached, min(kept, call.capacity - cached)};
 }
 
 // The keys of a forward: the rows themselves, or the tokens of a cache.
@@ -91,8 +91,8 @@ struct Keys {
       key_mask = head.key_mask(call);
     } else {
       const CacheSpace space = space_of(call, head);
-      before = space.held;
-      length = space.held + space.appended;
+      before = space.cached;
+      length = space.cached + space.appended;
     }
   }
 };

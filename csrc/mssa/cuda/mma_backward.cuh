@@ -1,10 +1,11 @@
 // The backward of subspace attention on tensor cores: one accumulator, no atomics, bitwise deterministic.
 //
-// A warp owns rows j of w, as keys and as queries at once, and walks over tiles of rows i. g is the gradient of out, L
-// is lse, and shift = sum_d g out - dlse. One tile of scores is symmetric and serves both directions:
+// A warp owns rows j of w, as keys and as queries at once, and walks over tiles of rows i. dout is the gradient of out,
+// L is lse, and shift = sum_d dout out - dlse. One tile of scores is symmetric and serves both directions:
 //
 //     P_ij = exp(s_ij - L_i)  j as key of i,        P_ji = exp(s_ij - L_j)  j as query of i
-//     dw_j = sum_i  P_ij g_i + A_ij w_i,            A_ij = scale (P_ij (g_i.w_j - shift_i) + P_ji (g_j.w_i - shift_j))
+//     A_ij = scale (P_ij (dout_i.w_j - shift_i) + P_ji (dout_j.w_i - shift_j))
+//     dw_j = sum_i P_ij dout_i + A_ij w_i
 //
 // Five products per tile, all with the warp's own rows or their weights on the left: warps exchange no data. Off the
 // causal diagonal only one direction exists: four products after it, three before it.
@@ -14,7 +15,7 @@
 
 namespace crate_kernels::mssa {
 
-// The sums that a walk over the tiles adds: P g (of selected weights, if `select`), A w, and the term g.w of A.
+// The sums that a walk over the tiles adds: P dout (of selected weights, if `select`), A w, and the term dout.w of A.
 struct Terms {
   bool values, scores, products, select;
 };
@@ -27,7 +28,7 @@ struct Roles {
 // One tile of rows i in shared memory. With `select`, lse is the largest score, and shift the level of the weights.
 template <class T>
 struct RowTile {
-  T *w, *g;            // (count, DIM)
+  T *w, *dout;         // (count, DIM)
   float *lse, *shift;  // (count,)
 };
 
@@ -36,18 +37,18 @@ CRATE_DEVICE float base_of(float lse) {
   return lse == -INFINITY ? INFINITY : lse;
 }
 
-template <class T, int DIM, int ROWS16, bool HELD>
+template <class T, int DIM, int ROWS16, bool IN_REGISTERS>
 struct Gradient {
   float acc[ROWS16][DIM / 8][4] = {};  // (16 ROWS16, DIM) per warp: dw
-  Own<T, DIM, ROWS16, HELD> w;
-  Own<T, DIM, ROWS16, false> g;             // one product reads g, two read w: held too, g leaves too few registers
+  Own<T, DIM, ROWS16, IN_REGISTERS> w;
+  Own<T, DIM, ROWS16, false> dout;          // read by one product, w by two: kept too, it leaves too few registers
   float base[ROWS16][2], shift[ROWS16][2];  // (16 ROWS16,) per warp
   uint32_t is_key = ~0u;                    // bit 2 m + half: the row may be a key
 
-  // s += own rows of w . the 16 rows of a tile. BOTH: t += own rows of g . them, which are then read once.
+  // s += own rows of w . the 16 rows of a tile. BOTH: t += own rows of dout . them, which are then read once.
   template <bool BOTH>
   CRATE_DEVICE void scores(float (&s)[ROWS16][2][4], float (&t)[ROWS16][2][4], const T* tile) const {
-#pragma unroll(HELD ? DIM / 16 : 4)
+#pragma unroll(IN_REGISTERS ? DIM / 16 : 4)
     for (int k = 0; k < DIM / 16; ++k) {
       uint32_t b[2][2];  // (16, 16): 16 channels of the tile's rows
       right_transposed<DIM>(b, tile, k);
@@ -56,7 +57,7 @@ struct Gradient {
         w.get(a, m, k);
         add_pair<T>(s[m][0], s[m][1], a, b);
         if (!BOTH) return;
-        g.get(a, m, k);
+        dout.get(a, m, k);
         add_pair<T>(t[m][0], t[m][1], a, b);
       });
     }
@@ -69,14 +70,14 @@ struct Gradient {
   // Adds the terms of 16 rows i from `other` on to the owned rows, the first of which is `row`.
   CRATE_DEVICE void add_rows(const Problem& call, const Head& head, const uint8_t* mask, uint64_t seed,
                              const RowTile<T>& tile, int row, int other, Terms terms, Roles roles) {
-    const int g0 = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
+    const int group = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
     float s[ROWS16][2][4] = {}, dp[ROWS16][2][4] = {}, dt[ROWS16][2][4] = {};
     if (terms.products && roles.query) {
       scores<true>(s, dt, tile.w);
     } else {
       scores<false>(s, dt, tile.w);
     }
-    if (terms.products && roles.key) scores<false>(dp, dt, tile.g);
+    if (terms.products && roles.key) scores<false>(dp, dt, tile.dout);
     uint32_t p[ROWS16][4], a[ROWS16][4];  // (16 ROWS16, 16) per warp: P and A, rounded
 #pragma unroll
     for (int m = 0; m < ROWS16; ++m) {
@@ -93,7 +94,7 @@ struct Gradient {
       if (roles.masked) {
         const uint32_t kept_keys = mask == nullptr ? ~0u : key_bits<16>(mask, other, head.length);
         unroll<8>([&](int i) {
-          const int half = i % 4 / 2, o = other + i / 4 * 8 + 2 * t + i % 2, j = row + 16 * m + g0 + 8 * half;
+          const int half = i % 4 / 2, o = other + i / 4 * 8 + 2 * t + i % 2, j = row + 16 * m + group + 8 * half;
           const bool there = o < head.length;
           if (!(there & sees(call.mask, o, j) & (is_key >> (2 * m + half)))) as_key[i / 4][i % 4] = 0.0f;
           if (!(there & sees(call.mask, j, o) & (kept_keys >> (i / 4 * 2 + i % 2)))) as_query[i / 4][i % 4] = 0.0f;
@@ -124,29 +125,29 @@ struct Gradient {
       });
       pack_left<T>(a[m], dp[m][0], dp[m][1]);
     }
-    if (terms.values && roles.key) mssa::add_rows<T, DIM>(acc, p, tile.g);
+    if (terms.values && roles.key) mssa::add_rows<T, DIM>(acc, p, tile.dout);
     if (terms.scores) mssa::add_rows<T, DIM>(acc, a, tile.w);
   }
 };
 
 template <int DIM>
-constexpr __device__ int64_t others_bytes(int count) {
+constexpr __device__ int64_t row_tile_bytes(int count) {
   return count * (2 * DIM * 2 + 8);
 }
 
 template <class T, int DIM>
-CRATE_DEVICE RowTile<T> others_at(unsigned char* stage, int count) {
-  T *const w = reinterpret_cast<T*>(stage), *const g = w + count * DIM;
-  float* const lse = reinterpret_cast<float*>(g + count * DIM);
-  return {w, g, lse, lse + count};
+CRATE_DEVICE RowTile<T> row_tile_at(unsigned char* stage, int count) {
+  T *const w = reinterpret_cast<T*>(stage), *const dout = w + count * DIM;
+  float* const lse = reinterpret_cast<float*>(dout + count * DIM);
+  return {w, dout, lse, lse + count};
 }
 
-// Copies rows [first, first + count) of w, g and their two numbers.
+// Copies rows [first, first + count) of w, dout and their two numbers.
 template <class T, int DIM>
-CRATE_DEVICE void load_others(const RowTile<T>& to, const Problem& call, const Head& head, const View<const T>& w,
-                              const View<const T>& g, bool select, int first, int count) {
+CRATE_DEVICE void load_row_tile(const RowTile<T>& to, const Problem& call, const Head& head, const View<const T>& w,
+                                const View<const T>& dout, bool select, int first, int count) {
   load_tile<T, DIM>(to.w, w, count, first, head.length, call.access);
-  if (call.values) load_tile<T, DIM>(to.g, g, count, first, head.length, call.access);
+  if (call.values) load_tile<T, DIM>(to.dout, dout, count, first, head.length, call.access);
   const float* const lse = select ? call.scratch.row_max : call.outputs.lse;
   const float* const shift = select ? call.scratch.select_level : call.scratch.delta;
   for (int n = threadIdx.x; n < count; n += blockDim.x) {

@@ -7,7 +7,7 @@
 namespace crate_kernels::mssa {
 
 // Stores the rows of its head from `from` on.
-template <class T, int DIM, int ROWS16, int COLUMNS, bool HELD>
+template <class T, int DIM, int ROWS16, int COLUMNS, bool IN_REGISTERS>
 CRATE_DEVICE void forward_block(const Problem& call, int from = 0) {
   const int rows = static_cast<int>(blockDim.x) / 2 * ROWS16;
   const Head head(call, blockIdx.x / call.blocks);
@@ -35,7 +35,7 @@ CRATE_DEVICE void forward_block(const Problem& call, int from = 0) {
   };
   load_tile<T, DIM>(own_tile, w, rows, first, head.length, call.access);
   load_first();
-  Own<T, DIM, ROWS16, HELD> own;
+  Own<T, DIM, ROWS16, IN_REGISTERS> own;
   own.load(own_tile + warp_rows * DIM);
   RowState<T, DIM, ROWS16> state;
   Pass pass = call.select ? Pass::statistics : Pass::online;
@@ -60,10 +60,10 @@ CRATE_DEVICE void forward_block(const Problem& call, int from = 0) {
 }
 
 // At most four warps per block.
-template <class T, int DIM, int ROWS16, int COLUMNS, bool HELD>
+template <class T, int DIM, int ROWS16, int COLUMNS, bool IN_REGISTERS>
 __global__ void __launch_bounds__(128) mma_forward_kernel(Problem call) {
   if constexpr (kTensorCores) {
-    forward_block<T, DIM, ROWS16, COLUMNS, HELD>(call);
+    forward_block<T, DIM, ROWS16, COLUMNS, IN_REGISTERS>(call);
   } else {
     __trap();
   }

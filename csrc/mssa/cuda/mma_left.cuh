@@ -11,12 +11,12 @@
 
 namespace crate_kernels::mssa {
 
-template <class T, int DIM, int ROWS16, int COLUMNS, bool HELD>
+template <class T, int DIM, int ROWS16, int COLUMNS, bool IN_REGISTERS>
 __global__ void __launch_bounds__(128) mma_left_forward_kernel(Problem call, const int32_t* left) {
   const Head head(call, blockIdx.x / call.blocks);
   const int count = left[blockIdx.x / call.blocks];
   if (count == 0) return clear_uncovered(call, head, blockIdx.x % call.blocks, call.outputs.out, call.outputs.lse);
-  forward_block<T, DIM, ROWS16, COLUMNS, HELD>(call, head.length - count);
+  forward_block<T, DIM, ROWS16, COLUMNS, IN_REGISTERS>(call, head.length - count);
 }
 
 template <class T, int DIM>
@@ -24,13 +24,13 @@ __global__ void __launch_bounds__(kShiftWarps * 32) mma_left_shift_kernel(Proble
   if (left[blockIdx.x / call.blocks] != 0) shift_block<T, DIM>(call);
 }
 
-template <class T, int DIM, int ROWS16, int COLUMNS, bool HELD>
+template <class T, int DIM, int ROWS16, int COLUMNS, bool IN_REGISTERS>
 __global__ void __launch_bounds__(128) mma_left_backward_kernel(Problem call, const int32_t* left) {
   const Head head(call, blockIdx.x / call.blocks);
   if (left[blockIdx.x / call.blocks] == 0) {
     return clear_uncovered(call, head, blockIdx.x % call.blocks, call.outputs.dw, nullptr);
   }
-  backward_block<T, DIM, ROWS16, COLUMNS, HELD>(call);
+  backward_block<T, DIM, ROWS16, COLUMNS, IN_REGISTERS>(call);
 }
 
 }  // namespace crate_kernels::mssa

@@ -44,7 +44,7 @@ template <class T, int DIM>
 CRATE_DEVICE float2 extent(const Own<T, DIM, 1, true>& own, float scale, int row, int length, float2* extremes) {
   float upper = 0.0f, lower = 0.0f;  // of rows g and g + 8
   unroll<DIM / 16, 4>([&](int k, int i) {
-    const float2 w = unpack_pair<T>(own.held[0][k][i]);
+    const float2 w = unpack_pair<T>(own.fragments[0][k][i]);
     (i % 2 == 0 ? upper : lower) += w.x * w.x + w.y * w.y;
   });
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, tiles = blockDim.x / kWarp;
@@ -75,7 +75,7 @@ CRATE_DEVICE void pair_weights(uint32_t (&p)[4], const Own<T, DIM, 1, true>& own
   unroll<DIM / 16>([&](int k) {
     uint32_t b[2][2];
     right_transposed<DIM>(b, tile, k);
-    add_pair<T>(s[0], s[1], own.held[0][k], b);
+    add_pair<T>(s[0], s[1], own.fragments[0][k], b);
   });
   unroll<2, 4>([&](int n, int e) {
     const bool there = row + g + e / 2 * 8 < length && column + 8 * n + 2 * t + e % 2 < length;

@@ -72,12 +72,12 @@ struct Sign {
 };
 
 // Adds COLUMNS keys to a warp's rows.
-template <int COLUMNS, class T, int DIM, int ROWS16, bool HELD>
-CRATE_DEVICE void attend_tile(RowState<T, DIM, ROWS16>& state, const Own<T, DIM, ROWS16, HELD>& own, const T* tile,
-                              const Problem& call, const Head& head, const RowMask& mask, const Sign& sign,
-                              TilePlace place, bool masked, Pass pass) {
+template <int COLUMNS, class T, int DIM, int ROWS16, bool IN_REGISTERS>
+CRATE_DEVICE void attend_tile(RowState<T, DIM, ROWS16>& state, const Own<T, DIM, ROWS16, IN_REGISTERS>& own,
+                              const T* tile, const Problem& call, const Head& head, const RowMask& mask,
+                              const Sign& sign, TilePlace place, bool masked, Pass pass) {
   float s[ROWS16][COLUMNS / 8][4] = {};  // (16 ROWS16, COLUMNS) per warp
-#pragma unroll(HELD ? DIM / 16 : 4)
+#pragma unroll(IN_REGISTERS ? DIM / 16 : 4)
   for (int k = 0; k < DIM / 16; ++k) {
     uint32_t a[ROWS16][4];  // (16 ROWS16, 16): 16 channels of own rows
     unroll<ROWS16>([&](int m) {

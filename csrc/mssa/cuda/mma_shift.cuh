@@ -1,8 +1,8 @@
-// The number per row that the backward needs: shift = delta - dlse, delta = sum_d g out. mma_backward.cuh has the
+// The number per row that the backward needs: shift = delta - dlse, delta = sum_d dout out. mma_backward.cuh has the
 // equations.
 //
 // With dropout, out is rounded as factor * w_j if one weight makes up its row. The backward subtracts delta from factor
-// * g_i.w_j, and s_ij multiplies the rounding error. So delta_i = sum_j P_ij R_ij g_i.w_j is then summed from the
+// * dout_i.w_j, and s_ij multiplies the rounding error. So delta_i = sum_j P_ij R_ij dout_i.w_j is then summed from the
 // products that it is subtracted from, by an online softmax, whose largest weight is exactly 1. So it is without, in
 // blocks with a row where the rounding of out would show in dw: ../cpu/measure.h has the measure of it.
 #pragma once
@@ -42,20 +42,20 @@ CRATE_DEVICE float of_pair(uint32_t bits, int element) {
 
 // A lane's share of two rows: what their roundings are found from.
 struct Rounding {
-  float squares[2] = {}, out[2] = {}, g = 0.0f;
+  float squares[2] = {}, out[2] = {}, dout = 0.0f;
 
   template <class T>
-  CRATE_DEVICE void add(const uint32_t (&g_bits)[4], const uint32_t (&out_bits)[4]) {
+  CRATE_DEVICE void add(const uint32_t (&dout_bits)[4], const uint32_t (&out_bits)[4]) {
     unroll<4, 2>([&](int i, int e) {
-      const float a = of_pair<T>(g_bits[i], e), b = of_pair<T>(out_bits[i], e), product = a * b;
+      const float a = of_pair<T>(dout_bits[i], e), b = of_pair<T>(out_bits[i], e), product = a * b;
       squares[i % 2] += product * product;
       out[i % 2] = fmaxf(out[i % 2], fabsf(b));
-      g = fmaxf(g, fabsf(a));
+      dout = fmaxf(dout, fabsf(a));
     });
   }
   // The roundings of the two rows, as multiples of what is allowed.
   CRATE_DEVICE void finish(float scale, float (&share)[2]) const {
-    const float most = warp_max(g);
+    const float most = warp_max(dout);
     unroll<2>([&](int half) {
       const float reach = fabsf(scale) * row_max(out[half]) * sqrtf(row_sum(squares[half]));
       share[half] = reach > 0.0f ? reach / (kMostRounding * most) : 0.0f;
@@ -63,11 +63,11 @@ struct Rounding {
   }
 };
 
-// Writes shift of every row, and says of a lane's two rows how large their rounding is. A warp reads 16 rows of g and
-// of out once. With phi = "threshold", shift has no term with g.
+// Writes shift of every row, and says of a lane's two rows how large their rounding is. A warp reads 16 rows of dout
+// and of out once. With phi = "threshold", shift has no term with dout.
 //
 // The sum is the diagonal of a product, which adds in the backward's order: if a weight is near 1, out is near w, and
-// g.w - shift cancels.
+// dout.w - shift cancels.
 template <class T>
 CRATE_DEVICE void shift_rows(const Problem& call, float (&share)[2]) {
   const Head head(call, blockIdx.x / call.blocks);
@@ -75,13 +75,13 @@ CRATE_DEVICE void shift_rows(const Problem& call, float (&share)[2]) {
   const int row = (blockIdx.x % call.blocks * kShiftWarps + warp) * 16 + r;
   float upper[4] = {}, lower[4] = {};  // rows and columns 0 to 7; 8 to 15
   if (call.products) {
-    const View<const T> g = head.view<const T>(call, call.inputs.dout);
+    const View<const T> dout = head.view<const T>(call, call.inputs.dout);
     const View<const T> out = head.view<const T>(call, call.outputs.out);
     Rounding rounding;
     for (int c = 2 * t; c < call.access.head_dim + 2 * t; c += 16) {
       uint32_t a[4], b[4];
       unroll<4>([&](int i) {
-        a[i] = channel_pair(call, head, g, row + i % 2 * 8, c + i / 2 * 8);
+        a[i] = channel_pair(call, head, dout, row + i % 2 * 8, c + i / 2 * 8);
         b[i] = channel_pair(call, head, out, row + i % 2 * 8, c + i / 2 * 8);
       });
       rounding.add<T>(a, b);
@@ -99,23 +99,23 @@ CRATE_DEVICE void shift_rows(const Problem& call, float (&share)[2]) {
 constexpr int kShiftColumns = 16;
 
 // Writes shift of rows as sums over their weights, of a lane's two rows those that are wanted. A warp owns 16 rows of w
-// and g, and takes 16 keys per step.
+// and dout, and takes 16 keys per step.
 template <class T, int DIM>
 CRATE_DEVICE void summed_shift_rows(const Problem& call, const bool (&wanted)[2]) {
   constexpr int kRows = kShiftWarps * 16;
   const Head head(call, blockIdx.x / call.blocks);
   const int first = blockIdx.x % call.blocks * kRows;
   if (first >= head.length) return;
-  T *const own_w = reinterpret_cast<T*>(shared_memory()), *const own_g = own_w + kRows * DIM;  // (kRows, DIM) each
-  T* const tile = own_g + kRows * DIM;                                                         // (kShiftColumns, DIM)
+  T *const own_w = reinterpret_cast<T*>(shared_memory()), *const own_dout = own_w + kRows * DIM;  // (kRows, DIM) each
+  T* const tile = own_dout + kRows * DIM;  // (kShiftColumns, DIM)
   const View<const T> w = head.view<const T>(call, call.inputs.w);
-  const View<const T> g = head.view<const T>(call, call.inputs.dout);
+  const View<const T> dout = head.view<const T>(call, call.inputs.dout);
   const uint8_t* const key_mask = head.key_mask(call);
   const uint64_t seed = seed_of(call);
   const int warp_row = threadIdx.x / kWarp * 16, row = first + warp_row;
   const int lane = threadIdx.x % kWarp, r = lane / 4, t = lane % 4;
   load_tile<T, DIM>(own_w, w, kRows, first, head.length, call.access);
-  load_tile<T, DIM>(own_g, g, kRows, first, head.length, call.access);
+  load_tile<T, DIM>(own_dout, dout, kRows, first, head.length, call.access);
   float largest[2] = {-INFINITY, -INFINITY}, sum[2] = {}, delta[2] = {};  // (16,) per warp
   const Span walk = tiles_of(keys_of(call.mask, {first, first + kRows}, head.length), kShiftColumns);
   for (int n = walk.first; n < walk.stop; ++n) {
@@ -124,14 +124,14 @@ CRATE_DEVICE void summed_shift_rows(const Problem& call, const bool (&wanted)[2]
     load_tile<T, DIM>(tile, w, kShiftColumns, key, head.length, call.access);
     finish_copies();
     if (row >= head.length) continue;
-    float s[2][4] = {}, d[2][4] = {};  // (16, kShiftColumns) per warp: w_i.w_j, g_i.w_j
+    float s[2][4] = {}, d[2][4] = {};  // (16, kShiftColumns) per warp: w_i.w_j, dout_i.w_j
 #pragma unroll 4
     for (int k = 0; k < DIM / 16; ++k) {
       uint32_t a[4], b[2][2];
       right_transposed<DIM>(b, tile, k);
       left<DIM>(a, own_w + warp_row * DIM, k);
       add_pair<T>(s[0], s[1], a, b);
-      left<DIM>(a, own_g + warp_row * DIM, k);
+      left<DIM>(a, own_dout + warp_row * DIM, k);
       add_pair<T>(d[0], d[1], a, b);
     }
     const uint32_t kept_keys = key_mask == nullptr ? ~0u : key_bits<kShiftColumns>(key_mask, key, head.length);

@@ -114,22 +114,22 @@ CRATE_DEVICE void right(uint32_t (&b)[2][2], const T* tile, int k) {
   b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
 }
 
-// A warp's own 16 ROWS16 rows as left operand: held in registers, or read again for every product.
-template <class T, int DIM, int ROWS16, bool HELD>
+// A warp's own 16 ROWS16 rows as left operand: in registers, or read again for every product.
+template <class T, int DIM, int ROWS16, bool IN_REGISTERS>
 struct Own {
   const T* tile;
-  uint32_t held[HELD ? ROWS16 : 1][HELD ? DIM / 16 : 1][4];  // (16 ROWS16, DIM) per warp
+  uint32_t fragments[IN_REGISTERS ? ROWS16 : 1][IN_REGISTERS ? DIM / 16 : 1][4];  // (16 ROWS16, DIM) per warp
 
   CRATE_DEVICE void load(const T* from) {
     tile = from;
-    if constexpr (HELD) {
-      unroll<ROWS16, DIM / 16>([&](int m, int k) { left<DIM>(held[m][k], tile + m * 16 * DIM, k); });
+    if constexpr (IN_REGISTERS) {
+      unroll<ROWS16, DIM / 16>([&](int m, int k) { left<DIM>(fragments[m][k], tile + m * 16 * DIM, k); });
     }
   }
 
   CRATE_DEVICE void get(uint32_t (&a)[4], int m, int k) const {
-    if constexpr (HELD) {
-      unroll<4>([&](int i) { a[i] = held[m][k][i]; });
+    if constexpr (IN_REGISTERS) {
+      unroll<4>([&](int i) { a[i] = fragments[m][k][i]; });
     } else {
       left<DIM>(a, tile + m * 16 * DIM, k);
     }

@@ -30,10 +30,10 @@ CRATE_DEVICE Numbers numbers_of(const Problem& c, const Tokens& t, int row) {
 template <int CHUNKS, bool APART = false>
 __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) {
   float* const own_w = reinterpret_cast<float*>(shared_memory());  // (kOwned, kChunk)
-  float* const own_g = own_w + kOwned * kPitch;
-  float* const tile_w = own_g + kOwned * kPitch;  // (kTile, kChunk)
-  float* const tile_g = tile_w + kTile * kPitch;
-  float* const weights = tile_g + kTile * kPitch;  // (kOwned, kTile), each warp its rows
+  float* const own_dout = own_w + kOwned * kPitch;
+  float* const tile_w = own_dout + kOwned * kPitch;  // (kTile, kChunk)
+  float* const tile_dout = tile_w + kTile * kPitch;
+  float* const weights = tile_dout + kTile * kPitch;  // (kOwned, kTile), each warp its rows
 
   const BlockPlace place = place_of(c);
   const Head h = head_of<APART>(c, place.head);
@@ -43,9 +43,9 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
   if (start >= h.length) return;
   const uint8_t* const key_mask = h.key_mask(c);
   const OtherTokens others = APART ? another_range(c, h) : itself(h, key_mask);
-  const HeadRows own_w_at = rows_of(c, c.inputs.w, h), own_g_at = rows_of(c, c.inputs.dout, h);
+  const HeadRows own_w_at = rows_of(c, c.inputs.w, h), own_dout_at = rows_of(c, c.inputs.dout, h);
   const HeadRows w_at = APART ? rows_of(c, c.inputs.keys, h) : own_w_at;
-  const HeadRows g_at = APART ? rows_of(c, c.key_range.dout, h) : own_g_at;
+  const HeadRows dout_at = APART ? rows_of(c, c.key_range.dout, h) : own_dout_at;
   const Thread t;
   // With more than one chunk, the memory of the owned rows is free once the scores are known.
   float* const second = CHUNKS > 1 ? own_w + t.warp_row * (kPitch - kWeightPitch) : weights;
@@ -67,39 +67,39 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
     // Roles of the warp's rows for this tile. Warps without rows or without a role only help to stage.
     const int mine = start + t.warp_row, tile = others.start + first;
     const Span owned = {before + t.warp_row, before + t.warp_row + kWarpRows}, met = {tile, tile + kTile};
-    const bool as_keys = mine < h.length && meets(c.mask, met, owned);
-    const bool as_queries = c.scores && mine < h.length && meets(c.mask, owned, met);
-    float s[kPart][kPart] = {}, gw[kPart][kPart] = {}, wg[kPart][kPart] = {};  // (kOwned, kTile) per block
+    const bool are_keys = mine < h.length && meets(c.mask, met, owned);
+    const bool are_queries = c.scores && mine < h.length && meets(c.mask, owned, met);
+    float s[kPart][kPart] = {}, as_key[kPart][kPart] = {}, as_query[kPart][kPart] = {};  // (kOwned, kTile) per block
     int staged = 0;
     for (; staged < chunks; ++staged) {
       const int channel = staged * kChunk, channels = channels_of(c, staged);
       __syncthreads();
       if (CHUNKS > 1 || first == begin) {
         stage<kOwned>(c, own_w, own_w_at, start, h.length, channel);
-        if (c.products) stage<kOwned>(c, own_g, own_g_at, start, h.length, channel);
+        if (c.products) stage<kOwned>(c, own_dout, own_dout_at, start, h.length, channel);
       }
       stage<kTile>(c, tile_w, w_at, first, others.length, channel);
-      if (c.values) stage<kTile>(c, tile_g, g_at, first, others.length, channel);
+      if (c.values) stage<kTile>(c, tile_dout, dout_at, first, others.length, channel);
       __syncthreads();
-      if (!as_keys && !as_queries) continue;
+      if (!are_keys && !are_queries) continue;
       float sum[kPart][kPart] = {};
       if (!c.products) {
-        add_products<false, false>(sum, gw, wg, own_w, own_g, tile_w, tile_g, t, channels);
-      } else if (as_keys && as_queries) {
-        add_products<true, true>(sum, gw, wg, own_w, own_g, tile_w, tile_g, t, channels);
-      } else if (as_keys) {
-        add_products<true, false>(sum, gw, wg, own_w, own_g, tile_w, tile_g, t, channels);
+        add_products<false, false>(sum, as_key, as_query, own_w, own_dout, tile_w, tile_dout, t, channels);
+      } else if (are_keys && are_queries) {
+        add_products<true, true>(sum, as_key, as_query, own_w, own_dout, tile_w, tile_dout, t, channels);
+      } else if (are_keys) {
+        add_products<true, false>(sum, as_key, as_query, own_w, own_dout, tile_w, tile_dout, t, channels);
       } else {
-        add_products<false, true>(sum, gw, wg, own_w, own_g, tile_w, tile_g, t, channels);
+        add_products<false, true>(sum, as_key, as_query, own_w, own_dout, tile_w, tile_dout, t, channels);
       }
       add_sum(s, sum);
     }
     --staged;
 
-    // s becomes the weights of g, gw the weights of w.
-    if (as_keys || as_queries) {
-      const uint32_t kept_p = as_keys ? keep_bits(c, h, before + t.row, tile + t.column, false) : 0;
-      const uint32_t kept_q = as_queries ? keep_bits(c, h, before + t.row, tile + t.column, true) : 0;
+    // s becomes the weights of dout, as_key the weights of w.
+    if (are_keys || are_queries) {
+      const uint32_t kept_p = are_keys ? keep_bits(c, h, before + t.row, tile + t.column, false) : 0;
+      const uint32_t kept_q = are_queries ? keep_bits(c, h, before + t.row, tile + t.column, true) : 0;
       unroll<kPart>([&](int b) {
         const int n = first + t.column_at(b), i = others.start + n;
         const Numbers row = numbers_of<APART>(c, others, n);
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
           const int j = before + t.row_at(a);
           const float score = scaled(s[a][b], c.scale);
           float p = own_kept[a] && sees(c.mask, i, j) ? row.weight(score) : 0.0f;
-          float q = as_queries && row_kept && sees(c.mask, j, i) ? own[a].weight(score) : 0.0f;
+          float q = are_queries && row_kept && sees(c.mask, j, i) ? own[a].weight(score) : 0.0f;
           float value = p;
           if (c.scratch.select_level != nullptr) {
             value = p > row.level ? c.threshold : 0.0f;
@@ -118,9 +118,9 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
           const float factor_p = kept_p >> (kPart * a + b) & 1 ? c.keep_factor : 0.0f;
           const float factor_q = kept_q >> (kPart * a + b) & 1 ? c.keep_factor : 0.0f;
           // Round the products as delta's are. Add dlse after the differences, which may be small.
-          const float key = __fmul_rn(factor_p, gw[a][b]) - row.delta + row.dlse;
-          const float query = __fmul_rn(factor_q, wg[a][b]) - own[a].delta + own[a].dlse;
-          gw[a][b] = c.scale * (p * key + q * query);
+          const float key = __fmul_rn(factor_p, as_key[a][b]) - row.delta + row.dlse;
+          const float query = __fmul_rn(factor_q, as_query[a][b]) - own[a].delta + own[a].dlse;
+          as_key[a][b] = c.scale * (p * key + q * query);
           s[a][b] = value * factor_p;
         });
       });
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
     const int count = min((others.length - first + 3) / 4 * 4, kTile);
     if (CHUNKS > 1) __syncwarp();  // `second` overwrites the owned rows that the warp has read
     put_weights(weights, s, t);
-    if (CHUNKS > 1) put_weights(second, gw, t);
+    if (CHUNKS > 1) put_weights(second, as_key, t);
     __syncwarp();
 #pragma unroll
     for (int n = CHUNKS - 1; n >= 0; --n) {
@@ -138,15 +138,15 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
       if (chunk != staged) {
         __syncthreads();
         stage<kTile>(c, tile_w, w_at, first, others.length, chunk * kChunk);
-        if (c.values) stage<kTile>(c, tile_g, g_at, first, others.length, chunk * kChunk);
+        if (c.values) stage<kTile>(c, tile_dout, dout_at, first, others.length, chunk * kChunk);
         __syncthreads();
       }
-      if (!as_keys && !as_queries) continue;
+      if (!are_keys && !are_queries) continue;
       float sum[kPart][kColumns] = {};  // (kOwned, kChunk) per block, of a tile
-      if (c.values && as_keys) add_weighted(sum, weights, tile_g, t, count);
+      if (c.values && are_keys) add_weighted(sum, weights, tile_dout, t, count);
       if (CHUNKS == 1) {
         __syncwarp();
-        put_weights(second, gw, t);
+        put_weights(second, as_key, t);
         __syncwarp();
       }
       if (c.scores) add_weighted(sum, second, tile_w, t, count);

@@ -53,7 +53,7 @@ def _chunks(w: Tensor) -> int:
 
 
 def find_delta(fields: dict, w: Tensor) -> None:
-    """Write delta from g and out, summed in the backward's order."""
+    """Write delta from dout and out, summed in the backward's order."""
     _launch(_DELTA, fields, w, _DELTA_SHARED, grouped=False)
 
 
@@ -63,7 +63,7 @@ def forward(fields: dict, w: Tensor, apart: bool = False) -> None:
 
 
 def backward(fields: dict, w: Tensor, apart: bool = False) -> None:
-    """Launch a backward. With levels, a forward writes what it needs first; ranges are given it."""
+    """Launch a backward. With a threshold, a forward writes what it needs first; ranges are given it."""
     if fields.get("select_level") is not None:
         forward(fields, w)
     elif not apart:

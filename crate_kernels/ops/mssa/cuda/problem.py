@@ -193,7 +193,9 @@ def of_backward(
     packed, select = call.packed, call.threshold is not None
     values = dout is not None
     products = values and not select
-    levels = {"row_max": scratch[1], "select_level": scratch[2]} if select and values else {"lse_residual": scratch[1]}
+    statistics = (
+        {"row_max": scratch[1], "select_level": scratch[2]} if select and values else {"lse_residual": scratch[1]}
+    )
     return of_forward(
         w,
         call,
@@ -206,5 +208,5 @@ def of_backward(
         values=values,
         products=products,
         scores=products or dlse is not None,
-        **levels,
+        **statistics,
     )

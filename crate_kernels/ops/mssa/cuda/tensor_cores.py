@@ -23,17 +23,17 @@ _PAIRS_DIM, _PAIRS_TILES = 64, 16  # kMostTiles of mma_pairs.cuh
 class _Tiles(NamedTuple):
     """Tiles of a class of head dims: those up to it, padded to it.
 
-    A warp owns 16 * rows rows and walks over tiles of ``columns`` keys; ``held``: its operands stay in registers. These
-    are the largest tiles without spills on sm_80 and sm_90 whose blocks of four warps fit 99 KB of shared memory, the
-    least of these GPUs. They have not been timed.
+    A warp owns 16 * rows rows and walks over tiles of ``columns`` keys; with ``in_registers`` its operands stay there.
+    These are the largest tiles without spills on sm_80 and sm_90 whose blocks of four warps fit 99 KB of shared memory,
+    the least of these GPUs. They have not been timed.
     """
 
     rows: int
     columns: int
-    held: bool
+    in_registers: bool
 
     def arguments(self, dtype: torch.dtype, dim: int) -> str:
-        return f"<{TYPES[dtype]}, {dim}, {self.rows}, {self.columns}, {str(self.held).lower()}>"
+        return f"<{TYPES[dtype]}, {dim}, {self.rows}, {self.columns}, {str(self.in_registers).lower()}>"
 
 
 _FORWARD = {32: _Tiles(2, 64, True), 64: _Tiles(2, 64, True), 128: _Tiles(2, 32, False), 256: _Tiles(1, 32, False)}
@@ -130,7 +130,7 @@ def _takes_pairs(fields: dict, w: Tensor, call: MSSACall) -> bool:
 
 
 def forward(fields: dict, w: Tensor, call: MSSACall, left: Tensor | None = None) -> None:
-    """Launch a forward. With levels, it writes what a backward needs of it, and nothing else.
+    """Launch a forward. Where ``select_level`` is wanted, it writes what a backward needs, and nothing else.
 
     ``left``: of how many of each head's last tokens alone, (heads,) int32.
     """
@@ -154,5 +154,5 @@ def backward(fields: dict, w: Tensor, call: MSSACall, left: Tensor | None = None
     blocks = max(cdiv(fields["seqlen"], rows), 1)
     _launch(_shift_kernel(w.dtype, dim), fields, w, blocks, _SHIFT_WARPS * 32, shared, left)
     tiles = _BACKWARD[dim]
-    of_tiles = 2 * tiles.columns * (2 * dim * 2 + 8)  # w, g and two numbers a row
+    of_tiles = 2 * tiles.columns * (2 * dim * 2 + 8)  # w, dout and two numbers a row
     _launch_rows(backward_kernel(w.dtype, dim), fields, w, 16 * tiles.rows, 2 * dim * 2, of_tiles, left)

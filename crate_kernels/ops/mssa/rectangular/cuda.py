@@ -48,9 +48,9 @@ def of_backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall, 
     """Return the fields of the problem of a backward."""
     dout, *numbers = rows.gradients()
     lse, delta, dlse = (t.contiguous() for t in numbers)
-    others_dout, *others = columns.gradients()
-    others_lse, others_delta, others_dlse = (t.contiguous() for t in others)
-    more = {"dout": rows_of(others_dout, False), "lse": others_lse, "delta": others_delta, "dlse": others_dlse}
+    column_dout, *column_numbers = columns.gradients()
+    more: dict[str, object] = {"dout": rows_of(column_dout, False)}
+    more |= zip(("lse", "delta", "dlse"), (t.contiguous() for t in column_numbers), strict=True)
     found = _between(rows, columns, call, dw, lse, more)
     terms = dict.fromkeys(("values", "products", "scores"), True)
     gradients = {"dw": found["out"], "dout": rows_of(dout, False), "delta": delta, "dlse": dlse}
