@@ -31,6 +31,7 @@ FLOORS = (
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 BACKENDS = ("reference", "composite", "native", "triton")
 MOST_PARAMETERS = 8
+MOST_OF_A_KERNEL = 30
 
 
 def name(path):
@@ -125,6 +126,48 @@ def test_parameter_lists_are_short():
         and room(name(path)) not in ("models", "nn")
     ]
     assert long == []
+
+
+def listed_after(text, name):
+    """Split the parameters of the C++ function whose head follows, by the commas between them."""
+    text = text[text.index(f"{name}(") + len(name) + 1 :]
+    depth, found = 0, [""]
+    for char in text:
+        if char == ")" and depth == 0:
+            return [one for one in found if one.strip()]
+        depth += (char in "(<") - (char in ")>")
+        if char == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += char
+    raise ValueError(f"the parameters of {name} do not end")
+
+
+def cuda_kernels(text):
+    """Yield the kernels of a header by name, with their parameters."""
+    text = re.sub(r"//[^\n]*", " ", text)
+    for match in re.finditer(r"__global__\b[^;{}]*?\b(\w+_kernel)\(", text):
+        yield match[1], listed_after(text[match.start() :], match[1])
+
+
+def test_kernels_take_records():
+    """Options of a kernel are fields of a record; what is beside it, in Triton or CUDA, is read at once."""
+    triton = {
+        f"{name(path)}.{node.name}": len(parameters(node))
+        for path in SOURCES
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef) and is_kernel(node)
+    }
+    cuda = {
+        f"{path.relative_to(ROOT)} {kernel}": len(found)
+        for path in sorted((ROOT / "csrc").rglob("*.cuh"))
+        for kernel, found in cuda_kernels(path.read_text())
+    }
+    defined = sum(path.read_text().count("__global__ ") for path in (ROOT / "csrc").rglob("*.cuh"))
+    assert len(triton) > 60
+    assert len(cuda) == defined > 30
+    assert min(cuda.values()) > 0
+    assert {kernel: n for kernel, n in (triton | cuda).items() if n > MOST_OF_A_KERNEL} == {}
 
 
 def test_class_names_are_unique():
