@@ -2,7 +2,8 @@
 // tokens, which other kernels have left in sums_1. Reads w and dout once and writes dw once, in one launch.
 //
 // A thread goes through its tokens forwards for sums, and backwards for gradients, kWalkTile tokens at a time: what is
-// before a tile is added up again. The part of dw that needs no softmax waits in the place of dout, rounded.
+// before a tile is added up again. The part of dw that needs no softmax waits in the place of dout, rounded
+// (TssaWalkingParts).
 #pragma once
 
 #include "walking_backward_steps.cuh"
@@ -103,6 +104,7 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) tssa_causal_bwd_walkin
                                          2 * dout_layout.token,
                                          members + own.first * HEADS + v.head,
                                          keep + own.first};
+    TssaWalkingParts<S> parts = {tokens};
     put_keep<S>(p, s, keep);
     fetch.wait(buffer, phase);
     __syncthreads();
@@ -205,7 +207,7 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) tssa_causal_bwd_walkin
             g[i] = twice * slope - gate * member;
           }
           by_vector[(own.first + t) * S::kRow + v.vector] = row[0] + row[1];
-          tokens.put_gradient(t, g);
+          parts.put(t, g);
         }
       }
     }
@@ -284,7 +286,7 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) tssa_causal_bwd_walkin
           if (t >= own.count) continue;
           float x[8], part[8];
           tokens.load(t, x);
-          tokens.load_gradient(t, part);
+          parts.load(t, part);
           const float gradient = dlogits[t * HEADS] * kWalkScale, counted = tokens.counted(t),
                       scale = counted * kWalkScale;
 #pragma unroll

@@ -75,6 +75,37 @@ struct TssaWalkingTokens {
   }
 };
 
+// The part of dw that needs no softmax, in the place of dout. In fp16 it may be larger than any dw: from the first
+// token whose part is, backwards, a thread keeps them smaller.
+template <class S>
+struct TssaWalkingParts {
+  static constexpr bool kHalf = std::is_same_v<typename S::T, fp16>;
+  static constexpr float kLargest = 65504.0f, kSmaller = 0x1p-10f;
+  const TssaWalkingTokens<S>& tokens;
+  int smaller = -1;  // the last token whose part is
+
+  CRATE_DEVICE void put(int t, float (&x)[8]) {
+    if constexpr (kHalf) {
+      float most = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) most = fmaxf(most, fabsf(x[i]));
+      if (most > kLargest) smaller = max(smaller, t);
+      const float scale = t <= smaller ? kSmaller : 1.0f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] *= scale;
+    }
+    tokens.put_gradient(t, x);
+  }
+  CRATE_DEVICE void load(int t, float (&x)[8]) const {
+    tokens.load_gradient(t, x);
+    if constexpr (kHalf) {
+      const float scale = t <= smaller ? 1.0f / kSmaller : 1.0f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] *= scale;
+    }
+  }
+};
+
 // Zeros for what dropout drops, in place.
 template <class S>
 CRATE_DEVICE void drop_gradients(const TssaProblem& p, const TssaSpan& s, const TssaVectorOf<S>& v,

@@ -80,6 +80,35 @@ def test_a_direction_follows_other_kernels(name, backend, hopper):
     torch.testing.assert_close(found, outputs_and_gradients(call(True, backend), *inputs), rtol=0.02, atol=0.02)
 
 
+def gradient_of(backend, dtype, w, dout, dmembership):
+    """Return dw of a call, whose first head has nearly all of the membership."""
+    w = w.to(dtype).requires_grad_()
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    nheads, seqlen = w.shape[1:3]
+    denom_bias = 0.15 * torch.eye(nheads, dtype=wide)[:, :1].expand(-1, seqlen).contiguous()
+    out, membership = call(True, backend)(w, torch.ones(nheads, dtype=wide), denom_bias)
+    return torch.autograd.grad((out, membership), w, (dout.to(out.dtype), dmembership.to(membership.dtype)))[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_part_of_dw_may_exceed_what_fp16_holds(dtype, backend, hopper):
+    """What comes through the moments waits in 16 bits; what comes through the softmax takes nearly all of it back."""
+    hopper(PAIRS)
+    w, dout, dmembership = torch.zeros(1, 3, 90, 32), torch.zeros(1, 3, 90, 32), torch.zeros(1, 3, 90)
+    w[:, 0, :, 0], dout[:, 0, :, 0] = 0.8, 6e4
+    dout[:, :, 0] *= -1
+    dmembership[:, 0] = 8e5 * torch.arange(1, 91)
+    w, dout = w.to(dtype), dout.to(dtype)
+    most = torch.finfo(torch.float16).max
+    alone, exact = (gradient_of("reference", torch.float64, w, dout, of) for of in (0 * dmembership, dmembership))
+    assert exact.abs().max() < most / 2 < most < alone.max()
+    with taking(PAIRS):
+        found = gradient_of(backend, dtype, w, dout, dmembership)
+    # Two roundings: of a part, nearly `alone`, and of the result.
+    rounding = torch.finfo(dtype).eps / 2 * (alone.abs().max() + exact.abs().max()).item()
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=1.01 * rounding)
+
+
 @pytest.mark.exhaustive
 def test_sums_of_many_steps_are_carried_in_double(backend, hopper):
     """Equal tokens round a sum in fp32 the same way each time; a large temp shows it in the membership."""

@@ -120,7 +120,7 @@ BROKEN |= {
     ),
     "back-own-sum-twice": ("(above ? earlier[r][i] * inverse : 1.0f)", "(above ? sum * inverse : 1.0f)", "three-steps"),
     "back-part-not-kept": (
-        "          tokens.put_gradient(t, g);\n        }\n      }\n",
+        "          parts.put(t, g);\n        }\n      }\n",
         "        }\n      }\n",
         "three-steps",
     ),
