@@ -1,10 +1,10 @@
-"""dir of each public package shows its public names alone, which are all there, and their arguments are as recorded."""
+"""dir of each public package shows its public names alone, which are all there; arguments and sizes are as recorded."""
 
 import importlib
 
 import pytest
 
-from tests.core import signatures
+from tests.core import signatures, sizes
 
 PACKAGES = {
     "crate_kernels": (),
@@ -30,3 +30,8 @@ def test_dir_shows_the_public_names(name, more):
 def test_signatures_are_those_of_the_record():
     """A change of a public argument or default is a decision: python -m tests.core.signatures records it."""
     assert signatures.lines() == signatures.RECORDED.read_text().splitlines()
+
+
+def test_cases_launches_and_settings_are_those_of_the_record():
+    """A change of what is timed, launched or trained is a decision: python -m tests.core.sizes records it."""
+    assert sizes.lines() == sizes.RECORDED.read_text().splitlines()
