@@ -47,11 +47,12 @@ def test_a_long_sequence_is_within_budget(causal, backend, device):
 
 
 @pytest.mark.skipif(not TRITON, reason="needs a GPU, or TRITON_INTERPRET=1")
+@pytest.mark.parametrize("size", [3, 132], ids=["3-sums", "132-sums"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-def test_a_scan_of_triton_rounds_many_chunks_once(reverse):
+def test_a_scan_of_triton_rounds_many_chunks_once(reverse, size):
     from crate_kernels.ops.tssa.triton.scan import scan_chunks
 
-    sums = (0.3 + 0.1 * torch.rand(1, 600, 3)).to("cuda" if torch.cuda.is_available() else "cpu")
+    sums = (0.3 + 0.1 * torch.rand(2, 600, size)).to("cuda" if torch.cuda.is_available() else "cpu")
     exact = (sums.double().flip(1) if reverse else sums.double()).cumsum(1)
     exact = exact.flip(1) if reverse else exact
     torch.testing.assert_close(scan_chunks(sums.clone(), reverse), exact.float(), rtol=0, atol=0)

@@ -12,13 +12,7 @@ from tests.tools.aot import families, wide  # noqa: E402  # only where Triton co
 NARROW = {
     ("_mssa_combine_kernel", "store"): "a program writes one row of out a head, which has fewer bytes than its threads",
     ("_mssa_norms_kernel", "store"): "a number by head and token",
-    ("_scan_chunks_kernel", "load"): "a thread has a channel, whose float64 sums go from chunk to chunk",
-    ("_scan_chunks_kernel", "store"): "the same",
-    ("_tssa_causal_bwd_kernel", "store"): "its third step stores a number by head and token",
-    ("_tssa_causal_softmax_bwd_kernel", "load"): "a number by head and token; a thread has all heads of a token",
-    ("_tssa_causal_softmax_bwd_kernel", "store"): "the same",
-    ("_tssa_causal_dbias_kernel", "load"): "a number by head and token; a thread has tokens of all sequences",
-    ("_tssa_causal_dbias_kernel", "store"): "the same",
+    ("_tssa_causal_bwd_kernel", "store"): "its third step stores 16 numbers of a warp, by head and token, at once",
 }
 ONE_BY_ONE = {"_mssa_combine_kernel"}  # kernels that move numbers of 16 bits alone
 QUICK = ("ista-d768", "tssa_forward-d64-n4096")

@@ -244,28 +244,32 @@ def _tssa_causal_bwd_kernel(
         tile.clear_uncovered(dw_at, None, masking.cu_seqlens_ptr, index, nsequences, seqlen, total, BLOCK_N, DIMS)
 
 
-@triton.jit(do_not_specialize=("stride_pb", "seqlen"))
+@triton.jit(do_not_specialize=("seqlen",))
 def _tssa_causal_softmax_bwd_kernel(
     dlogit_ptr,
     membership_ptr,
     dmembership_ptr,
-    stride_pb,
-    stride_ph,
     seqlen,
     NHEADS: tl.constexpr,
+    BY_FOUR: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Turn dPi, and the gradient of the membership if there is one, into the gradient of the logits, in place."""
+    """Turn dPi, and the gradient of the membership if there is one, into the gradient of the logits, in place.
+
+    BY_FOUR: ``seqlen`` is a multiple of 4, so that a thread has four neighbouring tokens.
+    """
     DIMS: tl.constexpr = TokenDims(NHEADS, 1, BLOCK_H, 1, False)
+    if BY_FOUR:
+        seqlen = seqlen // 4 * 4
     nblocks = tl.cdiv(seqlen, BLOCK_N)
     rows = (tl.program_id(0) % nblocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows_at = (tl.program_id(0) // nblocks).to(tl.int64) * stride_pb
-    dlogit_at = TokenNumbers(dlogit_ptr + rows_at, stride_ph)
+    rows_at = (tl.program_id(0) // nblocks).to(tl.int64) * NHEADS * seqlen
+    dlogit_at = TokenNumbers(dlogit_ptr + rows_at, seqlen)
     dmembers = tile.load_rows(dlogit_at, rows, seqlen, DIMS)  # (BLOCK_N, BLOCK_H)
     if dmembership_ptr is not None:
-        dmembers += tile.load_rows(TokenNumbers(dmembership_ptr + rows_at, stride_ph), rows, seqlen, DIMS)
-    members = tile.load_rows(TokenNumbers(membership_ptr + rows_at, stride_ph), rows, seqlen, DIMS)
+        dmembers += tile.load_rows(TokenNumbers(dmembership_ptr + rows_at, seqlen), rows, seqlen, DIMS)
+    members = tile.load_rows(TokenNumbers(membership_ptr + rows_at, seqlen), rows, seqlen, DIMS)
     tile.store_rows(dlogit_at, softmax_backward(members, dmembers), rows, rows < seqlen, DIMS)
 
 
@@ -333,19 +337,18 @@ def backward_causal(
 
 def _through_softmax(sizes: TokenSizes, dlogit: Tensor, membership: Tensor, dmembership: Tensor | None) -> None:
     """Turn dPi into the gradient of the logits; packed sequences lie behind one another and go as one."""
-    shared, rows = sizes.arguments(), 128
-    seqlen = dlogit.shape[-1]
+    rows, heads, seqlen = 128, power_of_two(sizes.nheads), dlogit.shape[-1]
+    by_four = seqlen % 4 == 0
     launch.run(
         _tssa_causal_softmax_bwd_kernel,
         (1 if sizes.call.packed else sizes.nsequences) * -(-seqlen // rows),
         dlogit_ptr=dlogit,
         membership_ptr=membership,
         dmembership_ptr=None if dmembership is None else dmembership.contiguous(),
-        stride_pb=shared["stride_pb"],
-        stride_ph=shared["stride_ph"],
         seqlen=seqlen,
         NHEADS=sizes.nheads,
+        BY_FOUR=by_four,
         BLOCK_N=rows,
-        BLOCK_H=power_of_two(sizes.nheads),
-        num_warps=4,
+        BLOCK_H=heads,
+        num_warps=min(max(heads // 16, 1), 8) if by_four else 4,
     )

@@ -43,6 +43,7 @@ def _tssa_causal_dbias_kernel(
     total,
     NHEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BY_FOUR: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -50,8 +51,11 @@ def _tssa_causal_dbias_kernel(
 
     Given the bias, make dtemp too. The bias is read as far as the longest of the ``nlengths`` sequences of
     ``lengths_ptr``: behind it, it may be -inf, and no gradient times that is NaN.
+    BY_FOUR: ``seqlen`` and both strides are multiples of 4, so that a thread has four neighbouring tokens.
     """
     DIMS: tl.constexpr = TokenDims(NHEADS, HEAD_DIM, BLOCK_H, 1, False)
+    if BY_FOUR:
+        seqlen, stride_pb, stride_ph = seqlen // 4 * 4, stride_pb // 4 * 4, stride_ph // 4 * 4
     nblocks = tl.maximum(tl.cdiv(seqlen, BLOCK_N), 1)
     block, part = tl.program_id(0) % nblocks, tl.program_id(0) // nblocks
     rows, heads = block * BLOCK_N + tl.arange(0, BLOCK_N), tile.heads_of(DIMS)
@@ -98,14 +102,14 @@ def through_bias(
     arguments |= {"dtemp_ptr": dtemps, "stride_bh": strides[0], "stride_bs": strides[1]}
     arguments |= {name: shared[name] for name in names}
     arguments |= {"cu_seqlens_ptr": cu_seqlens, "lengths_ptr": cu_seqlens, "nlengths": sizes.nsequences}
-    arguments |= {"NHEADS": heads, "HEAD_DIM": sizes.head_dim}
+    arguments |= {"NHEADS": heads, "HEAD_DIM": sizes.head_dim, "BY_FOUR": cu_seqlens is None and seqlen % 4 == 0}
     if nparts > 1:
         parts = gradient.new_empty(nparts, heads, seqlen)
         share = -(-sizes.nsequences // nparts)
         given = {"temp_ptr": None, "bias_ptr": None, "dbias_ptr": parts, "share": share}
         launch.run(_tssa_causal_dbias_kernel, nblocks * nparts, **arguments, **given)
         arguments |= {"dlogit_ptr": parts, "cu_seqlens_ptr": None, "nsequences": nparts}
-        arguments |= {"stride_pb": heads * seqlen, "stride_ph": seqlen}
+        arguments |= {"stride_pb": heads * seqlen, "stride_ph": seqlen, "BY_FOUR": seqlen % 4 == 0}
     launch.run(
         _tssa_causal_dbias_kernel,
         nblocks,

@@ -4,7 +4,7 @@ The order of every sum is fixed by the places of tokens and chunks, never by wha
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false
 # Triton's compiler reads these functions; their types are not Python's.
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 from crate_kernels._triton import launch
 from crate_kernels.ops.tssa.triton import quotients, tile
 
-_COLUMNS = 128
+_COLUMNS = 128  # sums side by side that a program adds up
+_AHEAD = 32  # chunks of which it loads them at a time
 
 
 @triton.jit
@@ -140,25 +141,41 @@ def through_moment(w, g, members, weights, moment, mass, DIMS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("nchunks", "size"))
-def _scan_chunks_kernel(sums_ptr, nchunks, size, REVERSE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_X: tl.constexpr):
+def _scan_chunks_kernel(
+    sums_ptr,
+    nchunks,
+    size,
+    REVERSE: tl.constexpr,
+    BY_FOUR: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+):
     """Add up (nchunks, size) sums over the chunks up to each one, or from each one on, in place.
 
-    In float64: thousands of chunks would each round a float32 total once.
+    In float64: thousands of chunks would each round a float32 total once. BLOCK_C chunks are on the way at a time.
+    BY_FOUR: ``size`` is a multiple of 4, so that a thread has four neighbouring sums.
     """
+    if BY_FOUR:
+        size = size // 4 * 4
     nblocks = tl.cdiv(size, BLOCK_X)
     pid = tl.program_id(0)
     columns = (pid % nblocks) * BLOCK_X + tl.arange(0, BLOCK_X)
+    there = columns < size
     sums_ptr += (pid // nblocks).to(tl.int64) * nchunks * size
+    step = size
+    if REVERSE:
+        sums_ptr += (nchunks - 1).to(tl.int64) * size
+        step = -size
     carried = tl.zeros((BLOCK_X,), tl.float64)
     for c in tl.range(0, nchunks, BLOCK_C):
-        chunks = c + tl.arange(0, BLOCK_C)
-        inside = (chunks < nchunks)[:, None] & (columns < size)[None, :]
-        if REVERSE:
-            chunks = nchunks - 1 - chunks
-        places = chunks.to(tl.int64)[:, None] * size + columns[None, :]
-        values = tl.load(sums_ptr + places, mask=inside, other=0.0).to(tl.float64)
-        tl.store(sums_ptr + places, (carried[None, :] + tl.cumsum(values, 0)).to(tl.float32), mask=inside)
-        carried += tl.sum(values, 0)
+        values = ()
+        for ahead in tl.static_range(BLOCK_C):
+            at = sums_ptr + tl.cast(c + ahead, tl.int64) * step + columns
+            values += (tl.load(at, mask=there & (c + ahead < nchunks), other=0.0),)
+        for ahead in tl.static_range(BLOCK_C):
+            at = sums_ptr + tl.cast(c + ahead, tl.int64) * step + columns
+            carried += values[ahead].to(tl.float64)
+            tl.store(at, carried.to(tl.float32), mask=there & (c + ahead < nchunks))
 
 
 def scan_chunks(sums: Tensor, reverse: bool = False) -> Tensor:
@@ -167,6 +184,7 @@ def scan_chunks(sums: Tensor, reverse: bool = False) -> Tensor:
     if nchunks == 1:
         return sums
     rows = sums.numel() // (nchunks * size) if sums.numel() else 0
+    by_four = size % 4 == 0
     launch.run(
         _scan_chunks_kernel,
         rows * triton.cdiv(size, _COLUMNS),
@@ -174,8 +192,9 @@ def scan_chunks(sums: Tensor, reverse: bool = False) -> Tensor:
         nchunks=nchunks,
         size=size,
         REVERSE=reverse,
-        BLOCK_C=16,
+        BY_FOUR=by_four,
+        BLOCK_C=min(triton.next_power_of_2(nchunks), _AHEAD),
         BLOCK_X=_COLUMNS,
-        num_warps=4,
+        num_warps=1 if by_four else 4,
     )
     return sums
