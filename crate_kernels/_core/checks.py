@@ -11,12 +11,14 @@ import functools
 import inspect
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._functorch import get_interpreter_stack
 from torch.autograd import forward_ad
 
@@ -57,13 +59,19 @@ _SYNONYMS = {
     "num_heads": ("heads", "n_head", "nheads"),
     "num_labels": ("num_classes",),
     "past_key_values": ("cache",),
+    "sm_scale": ("scale",),
+    "softmax_scale": ("scale",),
 }
+
+
+_NEAR = 0.65  # share of letters in common: "scale" and "cache" have 0.6
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean ...?" with the known name that is nearest, "" if none is near."""
     known = list(known)
-    near = [each for each in _SYNONYMS.get(name, ()) if each in known] or difflib.get_close_matches(name, known, 1)
+    near = [each for each in _SYNONYMS.get(name, ()) if each in known]
+    near = near or difflib.get_close_matches(name, known, 1, _NEAR)
     return f"; did you mean {near[0]}?" if near else ""
 
 
@@ -131,6 +139,20 @@ def shape(op: str, name: str, value: Tensor, expected: tuple[int, ...], layout: 
     """Require an exact shape, described to the user as ``layout``."""
     if tuple(value.shape) != expected:
         raise ValueError(f"{op}: {name} must be {layout} = {expected}, got {tuple(value.shape)}")
+
+
+def module(op: str, name: str, value: object) -> nn.Module:
+    """Require a module."""
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"{op}: {name} must be a Module, got {_type_name(value)}")
+    return value
+
+
+def path(op: str, name: str, value: object) -> Path:
+    """Require what names a file or a folder."""
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{op}: {name} must be a path, got {_type_name(value)}")
+    return Path(value)
 
 
 def number(op: str, name: str, value: object, minimum: float | None = None, below: float | None = None) -> float:

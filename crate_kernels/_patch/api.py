@@ -194,8 +194,7 @@ def patch(model: nn.Module, *, backend: str | None = None) -> PatchReport:
         ValueError: no backend has that name.
         RuntimeError: the backend is unavailable, here or on a module's device; then nothing is changed.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"patch: model must be a Module, got {type(model).__name__}")
+    checks.module("patch", "model", model)
     if backend is not None and backend not in backends.names():
         known = ", ".join(backends.names())
         raise ValueError(f"patch: backend must be None or one of {known}, got {backend!r}")
@@ -237,7 +236,9 @@ def unpatch(model: nn.Module) -> tuple[str, ...]:
 
     Raises:
         RuntimeError: another class was derived from a patched one; then nothing is changed.
+        TypeError: ``model`` is no module.
     """
+    checks.module("unpatch", "model", model)
     patched = {name: module for name, module in model.named_modules() if hasattr(type(module), "_crate_kernels")}
     for name, module in patched.items():
         if "_crate_kernels" not in vars(type(module)):

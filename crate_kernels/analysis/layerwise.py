@@ -94,8 +94,7 @@ def layerwise(
         TypeError: model is not a Module, or a layer is not such a pair.
         RuntimeError: A layer did not call its submodules, so nothing could be measured.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"layerwise: model must be a Module, got {type(model).__name__}")
+    checks.module("layerwise", "model", model)
     if layers is None:
         layers = getattr(getattr(model, "transformer", None), "layers", None)
         if layers is None:

@@ -1,4 +1,4 @@
-"""The command line: ``python -m crate_kernels VERB``."""
+"""The command line: ``python -m crate_kernels SUBCOMMAND``."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _COMMANDS = {
     "bench": "time our backends beside PyTorch's own on this machine, or compare two such runs",
     "plot": "draw a file of benchmark results",
     "build": "compile the C++ extension into the user's cache",
-    "tune": "time the Triton kernels' configurations on this GPU and keep the fastest",
+    "tune": "time configurations of the kernels on this GPU and keep the fastest",
 }
 _PIPE_CLOSED = 141  # 128 + SIGPIPE, as in shells
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return its exit status.
+    """Run one subcommand and return its exit status.
 
     Args:
         argv: arguments without the program's name; the process's arguments by default.
     """
     parser = argparse.ArgumentParser(prog="crate_kernels", description="Fused operators for white-box transformers.")
     parser.add_argument("--version", action="version", version=f"crate_kernels {__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
     commands = [(name, summary, import_module(f"{__name__}.{name}")) for name, summary in _COMMANDS.items()]
     for name, summary, command in (*commands, *((each.name, each.summary, each) for each in EXPERIMENTS)):
-        verb = verbs.add_parser(name, help=summary, description=summary)
-        command.add_arguments(verb)
-        verb.set_defaults(run=command.run)
+        subcommand = subcommands.add_parser(name, help=summary, description=summary)
+        command.add_arguments(subcommand)
+        subcommand.set_defaults(run=command.run)
     try:
         args = parser.parse_args(argv)
         status = args.run(args)

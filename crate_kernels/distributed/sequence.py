@@ -230,8 +230,7 @@ def sequence_parallel(model: Model, group: Group, *, form: str | None = None, ba
 
 
 def _check_model(model: nn.Module, balanced: bool) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{_NAME}: model must be a Module, got {type(model).__name__}")
+    checks.module(_NAME, "model", model)
     for name, module in model.named_modules():
         if isinstance(module, _Attention):
             raise ValueError(f"{_NAME}: model must not be parallel already")

@@ -48,8 +48,7 @@ def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
         raise TypeError(f"{_NAME}: mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim != 1:
         raise ValueError(f"{_NAME}: mesh must be one dimension of a DeviceMesh, got {mesh.ndim}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{_NAME}: model must be a Module, got {type(model).__name__}")
+    checks.module(_NAME, "model", model)
     plan = _plan(model, mesh.size())
     if not plan:
         raise ValueError(f"{_NAME}: model must have subspace attention or an MLP, got {type(model).__name__} without")

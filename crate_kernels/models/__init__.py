@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -113,10 +112,11 @@ def from_pretrained(folder: str | os.PathLike[str], **overrides: Any) -> nn.Modu
         ValueError: an invalid config or one of no model here, weights that do not fit it, or a damaged file.
         TypeError: a field of the wrong type.
     """
-    name, _ = pretrained.read_config(Path(folder))
+    path = checks.path("from_pretrained", "folder", folder)
+    name, _ = pretrained.read_config(path)
     classes = {family.Model.__name__: family.Model for family in _FAMILIES}
     if name not in classes:
-        path = Path(folder) / pretrained.CONFIG
+        path = path / pretrained.CONFIG
         raise ValueError(f"from_pretrained: {path}: model_type must be one of {', '.join(classes)}, got {name!r:.100}")
     return classes[name].from_pretrained(folder, **overrides)
 

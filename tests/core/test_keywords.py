@@ -14,8 +14,10 @@ CALLS = {
     "mssa": (crate_kernels.mssa, "is_causal", "causal"),
     "mssa-mask": (crate_kernels.mssa, "attention_mask", "key_padding_mask"),
     "mssa-dropout": (crate_kernels.mssa, "dropout", "dropout_p"),
+    "mssa-scale": (crate_kernels.mssa, "softmax_scale", "scale"),
     "mssa-bias": (crate_kernels.mssa, "attn_mask", None),  # a mask per key is no bias of the scores
     "tssa": (crate_kernels.tssa, "is_causal", "causal"),
+    "tssa-scale": (crate_kernels.tssa, "scale", None),  # not cache, whose letters are near
     "distributed-mssa": (distributed.mssa, "is_causal", "causal"),
     "distributed-tssa": (distributed.tssa, "attention_mask", "key_padding_mask"),
     "ista": (crate_kernels.ista, "eta", "step_size"),

@@ -290,3 +290,15 @@ def test_every_field_has_its_type(family):
         if kind in ("float", "fields.Rate"):
             with pytest.raises(ValueError, match=f"^{owner}: {field.name} must be finite, got nan$"):
                 replace(config, **{field.name: float("nan")})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_is_made_from_a_config_of_its_class(name):
+    model, config = FAMILIES[name][0], type(build(name).config).__name__
+    with pytest.raises(TypeError, match=rf"^{model.__name__}: config must be a {config}, got dict$"):
+        model({"dim": 48})
+    with pytest.raises(TypeError, match=rf"config must be a {config}, got NoneType$"):
+        model()
+    said = rf"got the argument 'dim': write {model.__name__}\({config}\(dim=...\)\)$"
+    with pytest.raises(TypeError, match=said):
+        model(dim=48, depth=2)

@@ -94,6 +94,22 @@ def test_a_spoilt_folder(damage, error, message, tmp_path):
         models.from_pretrained(tmp_path)
 
 
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"folder must be one that is there and holds config.json, got .*name"):
+        models.from_pretrained(tmp_path / "name")
+    (tmp_path / "file").touch()
+    with pytest.raises(FileNotFoundError, match=r"from_pretrained: folder must be one .*, got .*file"):
+        FAMILIES["crate"][0].from_pretrained(tmp_path / "file")
+
+
+def test_no_path_for_a_folder():
+    for load in (models.from_pretrained, FAMILIES["crate"][0].from_pretrained):
+        with pytest.raises(TypeError, match="from_pretrained: folder must be a path, got NoneType"):
+            load(None)
+    with pytest.raises(TypeError, match="save_pretrained: folder must be a path, got int"):
+        build("crate").save_pretrained(3)
+
+
 def test_a_folder_with_an_override_that_cannot_be(tmp_path):
     build("crate").save_pretrained(tmp_path)
     with pytest.raises(TypeError, match=r"with backend given: CRATE: backend must be None or a string, got int"):

@@ -248,6 +248,11 @@ def test_bad_arguments(model, backend, error, message):
         patch(model, backend=backend)
 
 
+def test_only_a_module_is_unpatched():
+    with pytest.raises(TypeError, match="unpatch: model must be a Module, got NoneType"):
+        unpatch(None)
+
+
 def test_an_unavailable_backend_changes_nothing():
     backends.register(backends.Backend("absent", "crate_kernels.ops.{op}.reference", missing="it is not there"))
     try:

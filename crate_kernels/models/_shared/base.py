@@ -82,7 +82,7 @@ class ReferenceModel(pretrained.Configured):
         Raises:
             ValueError: sharded weights, or a ``state_dict`` of another model.
         """
-        return pretrained.save(self, Path(folder), state_dict)
+        return pretrained.save(self, checks.path("save_pretrained", "folder", folder), state_dict)
 
     @classmethod
     def from_pretrained(cls: type[Self], folder: str | os.PathLike[str], **overrides: Any) -> Self:
@@ -100,7 +100,7 @@ class ReferenceModel(pretrained.Configured):
             ValueError: an invalid config or one of another model, weights that do not fit it, or a damaged file.
             TypeError: a field of the wrong type.
         """
-        return pretrained.load(cls, Path(folder), overrides)
+        return pretrained.load(cls, checks.path("from_pretrained", "folder", folder), overrides)
 
 
 def run(recompute: bool, function: Callable[..., Output], *args: Any) -> Output:

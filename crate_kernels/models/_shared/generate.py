@@ -151,8 +151,14 @@ def _prompts(owner: str, tokens: Tensor | Sequence[Tensor]) -> tuple[Tensor, Ten
             got = f"{tokens.dtype} {tuple(tokens.shape)}"
             raise ValueError(f"{owner}: tokens must be int64 (batch, seqlen > 0), got {got}")
         return tokens, tokens.new_full(tokens.shape[:1], tokens.shape[1]), False
-    if not isinstance(tokens, Sequence) or not tokens or not all(isinstance(row, Tensor) for row in tokens):
+    if (
+        not isinstance(tokens, Sequence)
+        or isinstance(tokens, str)
+        or not all(isinstance(row, Tensor) for row in tokens)
+    ):
         raise TypeError(f"{owner}: tokens must be a Tensor or a list of Tensors, got {type(tokens).__name__}")
+    if not tokens:
+        raise ValueError(f"{owner}: tokens must have one prompt or more, got none")
     for row in tokens:
         if row.dim() != 1 or row.shape[0] == 0 or row.dtype != torch.int64:
             got = f"{row.dtype} {tuple(row.shape)}"

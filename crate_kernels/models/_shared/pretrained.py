@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +30,22 @@ _ARCHITECTURES = "architectures"  # the class that transformers has for the mode
 _OTHERS = "transformers_version"  # in every config that transformers writes
 
 
+def _of_config(init: Callable[..., None], name: str, config_class: type) -> Callable[..., None]:
+    """Have a constructor refuse what is no config of its class, as the arguments of the published class."""
+    wanted = f"{name}: config must be a {config_class.__name__}, got"
+
+    @wraps(init)
+    def checked(self: Any, config: Any = None, **arguments: Any) -> None:
+        if arguments:
+            first = next(iter(arguments))
+            raise TypeError(f"{wanted} the argument {first!r}: write {name}({config_class.__name__}({first}=...))")
+        if not isinstance(config, config_class):
+            raise TypeError(f"{wanted} {type(config).__name__}")
+        init(self, config)
+
+    return checked
+
+
 class Configured(nn.Module):
     """A module made from a config alone.
 
@@ -46,6 +62,7 @@ class Configured(nn.Module):
         super().__init_subclass__(**options)
         if "config_class" in vars(cls):
             checks.suggesting(cls.config_class)
+            cls.__init__ = _of_config(cls.__init__, cls.__name__, cls.config_class)
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -41,6 +41,8 @@ def inside(owner: str, folder: Path, name: str) -> Path:
         FileNotFoundError: there is none.
         ValueError: a link out of the folder, or no regular file.
     """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{owner}: folder must be one that is there and holds {name}, got {folder}")
     path, root = folder / name, folder.resolve()
     try:
         real = path.resolve()
