@@ -53,6 +53,16 @@ def fixed_seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def as_many_threads():
+    """Fail a test that leaves other threads behind: those of later tests would wait for each other."""
+    before = torch.get_num_threads()
+    yield
+    left = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert left == before
+
+
 @pytest.fixture
 def level():
     """Return a function that forces an instruction-set level; restore the machine's own afterwards."""

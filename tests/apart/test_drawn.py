@@ -12,6 +12,7 @@ from tests.apart.draw import ORDER, draw, seeds_of
 
 CALLS = 1500  # a class of few calls has a mode of few of them
 TILE = 64
+pytestmark = pytest.mark.usefixtures("threads")  # a drawn call may set their number
 
 
 def tensors(call):
