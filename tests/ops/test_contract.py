@@ -41,6 +41,11 @@ CASE = {
 OPS = [pytest.param(op, backend, id=f"{op}-{backend}") for op, found in BACKENDS.items() for backend in found]
 
 
+def beside(op, backend):
+    """Leave to make test-all what the compiler takes for a kernel that is tried too: it sees a name."""
+    return pytest.mark.exhaustive if backend not in KERNELS and len(BACKENDS[op]) > 1 else ()
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch._dynamo.reset()
@@ -68,7 +73,14 @@ def test_plain_backend_is_within_budget(name, dtype):
 
 
 # A compiled function draws another seed: the checkpoint test covers dropout.
-@pytest.mark.parametrize(("case", "backend"), [c for c in CALLS if not c.values[0].options.get("dropout_p")])
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        pytest.param(c, b, id=f"{c}-{b}", marks=() if c.name == NAMES[c.op][0] else beside(c.op, b))
+        for c, b in (p.values for p in CALLS)
+        if not c.options.get("dropout_p")
+    ],
+)
 def test_fullgraph_compile_equals_eager(case, backend):
     inputs = leaves(case, device=home(backend))
     compiled = torch.compile(lambda i: call(case, i, backend), fullgraph=True, backend="aot_eager")
@@ -123,17 +135,15 @@ def with_lse(w, **options):
     return out * lse.unsqueeze(-1)
 
 
+ANY_LENGTH = {**BACKENDS, "tssa-causal": BACKENDS["tssa"]}
 DYNAMIC = {
     "mssa-composite": lambda w: crate_kernels.mssa(w, causal=True, backend="composite"),
     "mssa-lse-composite": with_lse,
     "mssa-lse-causal-padded-composite": partial(with_lse, causal=True, padded=True),
     "mssa-lse-packed-composite": partial(with_lse, packed=True),
-    **{
-        f"{op}-{backend}": of_any_length(op, backend)
-        for op, found in {**BACKENDS, "tssa-causal": BACKENDS["tssa"]}.items()
-        for backend in found
-    },
+    **{f"{op}-{backend}": of_any_length(op, backend) for op, found in ANY_LENGTH.items() for backend in found},
 }
+BESIDE = {f"{op}-{b}" for op, found in ANY_LENGTH.items() for b in found if beside(op.partition("-")[0], b)}
 
 
 @pytest.mark.parametrize(
@@ -150,7 +160,9 @@ def test_compiles_with_every_size_a_symbol(name):
         torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("name", list(DYNAMIC))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.exhaustive if n in BESIDE else ()) for n in DYNAMIC]
+)
 def test_a_new_seqlen_does_not_recompile(name):
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(DYNAMIC[name], fullgraph=True, backend=counter)
