@@ -1,4 +1,4 @@
-"""What users call, a line each: ``python -m tests.core.signatures`` records it anew in ``signatures.txt``.
+"""What users call, a line each: ``python -m tests.core.signatures`` records it anew in ``signatures*.txt``.
 
 A line that goes or changes is a change of the public API: a name that goes keeps an alias, which warns for a release.
 """
@@ -7,7 +7,7 @@ import importlib
 import inspect
 from pathlib import Path
 
-RECORDED = Path(__file__).with_suffix(".txt")
+HERE = Path(__file__).parent
 PACKAGES = (
     "crate_kernels",
     "crate_kernels.analysis",
@@ -18,12 +18,14 @@ PACKAGES = (
     "crate_kernels.nn",
     "crate_kernels.testing",
 )
+# What needs nothing but PyTorch, and what needs more.
+RECORDS = {"signatures.txt": PACKAGES, "signatures_transformers.txt": ("crate_kernels.integrations.transformers",)}
 
 
-def lines():
-    """Return every public callable with its arguments and their defaults, in order of names."""
+def lines(packages):
+    """Return every public callable of packages with its arguments and their defaults, in order of names."""
     found = set()
-    for package in PACKAGES:
+    for package in packages:
         module = importlib.import_module(package)
         for name in module.__all__:
             thing = getattr(module, name)
@@ -54,8 +56,13 @@ def _signature(thing):
     except ValueError:  # as of built-in classes
         return "(...)"
     bare = [one.replace(annotation=one.empty) for one in takes.parameters.values()]
+    if "transformers_version" in takes.parameters:  # what its version decides comes before ours, which go by name alone
+        bare = [one for one in bare if one.kind is one.KEYWORD_ONLY]
     return str(takes.replace(parameters=bare, return_annotation=takes.empty))
 
 
 if __name__ == "__main__":
-    RECORDED.write_text("".join(f"{line}\n" for line in lines()))
+    from tests.integrations import vision_schemas  # noqa: F401  transformers may import torchvision
+
+    for record, packages in RECORDS.items():
+        (HERE / record).write_text("".join(f"{line}\n" for line in lines(packages)))
