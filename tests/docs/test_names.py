@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import re
 from importlib.util import find_spec
 
 import pytest
@@ -15,6 +16,14 @@ from tests.docs import pages
 MODULES = {name: f"crate_kernels.{name}" for name in ("analysis", "distributed", "models", "testing")}
 MODULES |= {"crate_kernels": "crate_kernels", "torch": "torch", "F": "torch.nn.functional"}
 FUNCTIONS = {name for name in crate_kernels.__all__ if callable(getattr(crate_kernels, name))}
+# `name`, `name` (what it is) and `name` of `path/of/file.py`
+PLACED = re.compile(r"((?:`[\w.]+`(?: \([^)]*\))?(?:, | and )?)+) (?:of|in) `([\w./-]+\.(?:py|h|cuh|cpp))`")
+SOURCES = [
+    path
+    for top in ("crate_kernels", "csrc", "tests", "benchmarks")
+    for path in (pages.ROOT / top).rglob("*.*")
+    if path.suffix in (".py", ".h", ".cuh", ".cpp")
+]
 MADE = pages.DOCS / "support.md"  # tests/ops/test_support.py makes its calls, and those that are refused
 
 
@@ -81,3 +90,24 @@ def hold(call, function):
 
 def test_sentences_are_found():
     assert sum(len(spoken(page)) for page in pages.PAGES) > 100
+
+
+def placed():
+    """Return (page, name, file) of each name that a sentence says a file to have."""
+    return [
+        (pages.name(page), name, file)
+        for page in pages.PAGES
+        for names, file in PLACED.findall(" ".join(pages.prose(page).split()))
+        for name in re.findall(r"`([\w.]+)`", names)
+    ]
+
+
+@pytest.mark.parametrize(("page", "name", "file"), placed())
+def test_a_name_is_in_the_file_that_a_sentence_says(page, name, file):
+    homes = [path for path in SOURCES if f"/{path.as_posix()}".endswith(f"/{file}")]
+    word = re.compile(rf"\b{name.rpartition('.')[2]}\b")
+    assert any(word.search(path.read_text()) for path in homes), page
+
+
+def test_names_in_files_are_found():
+    assert len(placed()) > 20
