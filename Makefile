@@ -27,6 +27,8 @@ demo: .venv/demo.stamp .venv/mnist.stamp extension
 
 # Twice: Triton interprets its kernels, on the CPU, only in a process that is started for it.
 # A process a core, each of one thread; make test ARGS='-n 0' takes one process.
+# Each would compile the tree anew where the environment says that bytecode is not kept.
+test test-all: export PYTHONDONTWRITEBYTECODE =
 SPREAD = -n auto --dist worksteal
 ## the operators, models and tools against their equations, in some minutes; no GPU
 test: .venv/test.stamp .venv/mnist.stamp extension

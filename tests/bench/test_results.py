@@ -233,7 +233,7 @@ def test_a_file_that_another_run_writes_is_left_alone(bench, monkeypatch):
     assert not path.exists()
 
 
-SIZES = {"quick": ["--quick"], "brief": [], "full": ["--full"]}
+SIZES = {"quick": ["--quick"], "full": ["--full"]}
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)

@@ -49,6 +49,22 @@ assert backends.resolve("mssa", None, torch.device("cuda"), torch.float32) in ("
 """
 
 
+FLOP_COUNTER = """
+import sys, crate_kernels
+assert "torch.utils.flop_counter" not in sys.modules, "imported with the package"
+from torch.utils.flop_counter import FlopCounterMode
+with FlopCounterMode(display=False) as counter:
+    crate_kernels.ista(torch.ones(9, 4), torch.eye(4), backend="composite")
+assert counter.get_total_flops() == 2 * 9 * 4 * 4 + 2 * 4**3
+"""
+CHOICES = """
+import crate_kernels, torch
+from crate_kernels._core import backends
+print([backends.resolve(op, None, torch.device(d), torch.float32) for op in backends.OPS for d in ("cpu", "cuda")])
+"""
+STEERING = {"CRATE_KERNELS_BACKEND": "reference", "CRATE_KERNELS_DISABLE_TRITON": "1", "TRITON_INTERPRET": "0"}
+
+
 def python(script, **environment):
     """Run a script in a fresh interpreter from the root of the tree, warnings as errors."""
     root = str(backends.Path(crate_kernels.__file__).parents[1])
@@ -59,40 +75,16 @@ def python(script, **environment):
     return subprocess.run(command, env=path, capture_output=True, text=True, timeout=120)
 
 
-def test_importing_and_calling_import_no_triton():
-    result = python(USE_EVERYTHING)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == ""
-
-
-def test_everything_works_where_triton_is_not_installed():
-    result = python(HIDE_TRITON + USE_EVERYTHING + REASON)
-    assert result.returncode == 0, result.stderr
-
-
-def test_a_flop_counter_imported_later_knows_the_ops():
-    script = """
-import sys, crate_kernels
-assert "torch.utils.flop_counter" not in sys.modules, "imported with the package"
-from torch.utils.flop_counter import FlopCounterMode
-with FlopCounterMode(display=False) as counter:
-    crate_kernels.ista(torch.ones(9, 4), torch.eye(4), backend="composite")
-assert counter.get_total_flops() == 2 * 9 * 4 * 4 + 2 * 4**3
-"""
-    result = python(HIDE_TRITON + script)  # the counter only warns without Triton
-    assert result.returncode == 0, result.stderr
-
-
-def test_no_environment_variable_steers_the_choice():
-    script = """
-import crate_kernels, torch
-from crate_kernels._core import backends
-print([backends.resolve(op, None, torch.device(d), torch.float32) for op in backends.OPS for d in ("cpu", "cuda")])
-"""
-    steering = {"CRATE_KERNELS_BACKEND": "reference", "CRATE_KERNELS_DISABLE_TRITON": "1", "TRITON_INTERPRET": "0"}
-    plain, steered = python(script), python(script, **steering)
+def test_importing_and_calling_import_no_triton_and_no_environment_variable_steers_the_choice():
+    plain, steered = python(USE_EVERYTHING + CHOICES), python(CHOICES, **STEERING)
     assert plain.returncode == steered.returncode == 0, plain.stderr + steered.stderr
     assert plain.stdout == steered.stdout
+    assert plain.stdout.count("\n") == 1  # of what is printed, nothing is by what was imported and called
+
+
+def test_where_triton_is_not_installed_everything_works_and_a_flop_counter_imported_later_knows_the_ops():
+    result = python(HIDE_TRITON + FLOP_COUNTER + USE_EVERYTHING + REASON)  # the counter only warns without Triton
+    assert result.returncode == 0, result.stderr
 
 
 def test_no_variable_of_the_environment_chooses_what_computes():

@@ -33,6 +33,15 @@ DTYPES = [
 ]
 
 
+def cases_by_dtype(op):
+    """List the cases of ``op`` in every dtype; where Triton is interpreted, fp32 and bf16 take turns."""
+    return [
+        pytest.param(case, *p.values, id=f"{case}-{p.id}", marks=p.marks or (() if (place + turn) % 2 else VARIATION))
+        for place, case in enumerate(testing.cases(op))
+        for turn, p in enumerate(DTYPES)
+    ]
+
+
 def backends(op, reference=True):
     """List (backend, device type) for every backend that computes ``op`` here; new kernels are found by name."""
     found = []

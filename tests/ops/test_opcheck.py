@@ -205,9 +205,11 @@ OPCHECKS = {
 
 
 def marks(name):
-    """Leave to make test-all what the interpreter takes seconds for: other options of an op that it checks."""
-    more = any(f"-{option}-triton" in name for option in ("pad", "packed", "dropout", "ragged", "keep", "dx"))
-    return pytest.mark.exhaustive if more and home("triton") == "cpu" else ()
+    """Leave to make test-all other options of an op, where the interpreter takes long or cpp is checked with them."""
+    slow = name.endswith("-triton") and home("triton") == "cpu"
+    beside = name.endswith(("-plain", "-composite")) and "cpp" in kernels("mssa")
+    more = any(f"-{option}-" in name for option in ("pad", "packed", "dropout", "ragged", "keep", "dx"))
+    return pytest.mark.exhaustive if more and (slow or beside) else ()
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in OPCHECKS])

@@ -7,7 +7,7 @@ import torch
 
 from crate_kernels import ista, ista_overcomplete, testing
 from crate_kernels._core import backends as _backend
-from tests.ops.common import DTYPES, EXACT, backends, outputs_and_gradients, over_budget, randn
+from tests.ops.common import EXACT, backends, cases_by_dtype, outputs_and_gradients, over_budget, randn
 from tests.ops.ista.inputs import DIM, dictionary
 from tests.ops.ista.naive import ista_loop, ista_overcomplete_loop
 
@@ -83,8 +83,7 @@ def test_overcomplete_gradcheck(tied):
 
 
 @pytest.mark.parametrize(("backend", "device"), FUSED)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", testing.cases("ista"), ids=str)
+@pytest.mark.parametrize(("case", "dtype"), cases_by_dtype("ista"))
 def test_within_budget(case, dtype, backend, device):
     assert over_budget(case, dtype, backend, device) == []
 

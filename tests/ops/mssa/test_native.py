@@ -334,9 +334,9 @@ def test_an_only_key_gets_the_sum_of_all_gradients_to_the_bit():
 @pytest.mark.parametrize(
     "name",
     [
-        "mssa_amx",
         "tssa_avx2",
         "ista_avx512",
+        pytest.param("mssa_amx", marks=pytest.mark.exhaustive),
         pytest.param("mssa_portable", marks=pytest.mark.exhaustive),
         pytest.param("mssa_avx512_bf16", marks=pytest.mark.exhaustive),
     ],

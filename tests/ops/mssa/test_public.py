@@ -9,6 +9,7 @@ from tests.ops.common import (
     DTYPES,
     EXACT,
     backends,
+    cases_by_dtype,
     interpreted,
     keep_mask,
     offsets,
@@ -110,8 +111,7 @@ def test_second_derivatives_of_the_reference():
 
 
 @pytest.mark.parametrize(("backend", "device"), FUSED)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", testing.cases("mssa"), ids=str)
+@pytest.mark.parametrize(("case", "dtype"), cases_by_dtype("mssa"))
 def test_within_budget(case, dtype, backend, device):
     assert over_budget(case, dtype, backend, device) == []
 

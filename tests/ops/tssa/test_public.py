@@ -8,6 +8,7 @@ from tests.ops.common import (
     DTYPES,
     EXACT,
     backends,
+    cases_by_dtype,
     keep_mask,
     offsets,
     outputs_and_gradients,
@@ -119,8 +120,7 @@ def test_second_derivatives_of_the_reference(causal):
 
 
 @pytest.mark.parametrize(("backend", "device"), FUSED)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", testing.cases("tssa"), ids=str)
+@pytest.mark.parametrize(("case", "dtype"), cases_by_dtype("tssa"))
 def test_within_budget(case, dtype, backend, device):
     assert over_budget(case, dtype, backend, device) == []
 
