@@ -25,8 +25,8 @@ def _ista_bits_kernel(gate_ptr, bits_ptr, words, BLOCK: tl.constexpr):
     within, order, mask = tl.arange(0, 4), tl.arange(0, 8), places < words
     places = places[:, None] * 4 + within[None, :]  # (BLOCK, 4), of bytes
     numbers = places[:, :, None] * 8 + order[None, None, :]  # (BLOCK, 4, 8)
-    gate = tl.load(gate_ptr + numbers, mask=mask[:, None, None], other=0.0)
-    bits = tl.sum(tl.where(gate == 0, 0, 1) << order[None, None, :], 2)
+    gate = tl.load(gate_ptr + numbers, mask=mask[:, None, None], other=0.0)  # (BLOCK, 4, 8)
+    bits = tl.sum(tl.where(gate == 0, 0, 1) << order[None, None, :], 2)  # (BLOCK, 4)
     tl.store(bits_ptr + places, bits.to(tl.uint8), mask=mask[:, None])
 
 

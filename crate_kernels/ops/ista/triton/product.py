@@ -110,7 +110,7 @@ def _ista_product_kernel(
         acc = tl.dot(left.to(right.dtype), right, acc)  # (BLOCK_M, BLOCK_N)
         left_ptrs += BLOCK_K
         right_ptrs += BLOCK_K * tl.cast(stride_rk, tl.int64)
-    places = offs_m[:, None] * columns + offs_n[None, :]
+    places = offs_m[:, None] * columns + offs_n[None, :]  # (BLOCK_M, BLOCK_N)
     acc = _finish(acc * scale, base_ptr, gated_ptr, gate_ptr, places, mask_m & mask_n, threshold, GATE_ALL, ACTIVATION)
     tl.store(out_ptr + places, acc, mask=mask_m & mask_n)
 

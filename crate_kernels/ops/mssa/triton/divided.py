@@ -30,7 +30,7 @@ _CHUNK = tl.constexpr(512)
 @triton.jit
 def _shift_of_head(lse_ptr, length):
     """Return the smallest L of a head in bits, or -inf where the symmetric form would not be exact."""
-    low = tl.full((_CHUNK,), float("inf"), tl.float32)
+    low = tl.full((_CHUNK,), float("inf"), tl.float32)  # (_CHUNK,)
     high = -low
     for start in range(0, length, _CHUNK):
         offs = start + tl.arange(0, _CHUNK)
@@ -69,11 +69,11 @@ def _mssa_bwd_divide_kernel(
         mask_m = offs_m < head.length
         lse = tl.load(lse_ptr + offs_m, mask=mask_m, other=-float("inf"))  # (BLOCK_M,)
         lse = tl.where(lse == -float("inf"), float("inf"), lse)  # of a row without keys, whose weights are 0
-        inverse = tl.where(shift == -float("inf"), 1.0, tl.exp2(shift - lse * LOG2_E))
+        inverse = tl.where(shift == -float("inf"), 1.0, tl.exp2(shift - lse * LOG2_E))  # (BLOCK_M,)
         g_m = tile.load(g, offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
-        h = tile.rounded(tile.scale(g_m, inverse), g.ptr.dtype.element_ty)
+        h = tile.rounded(tile.scale(g_m, inverse), g.ptr.dtype.element_ty)  # (BLOCK_M, HEAD_DIM)
         tile.store(divided, h, offs_m, mask_m, FORM)
-        delta = delta_of_rows(g_m, h, out, w, lse_ptr, scores, start_m, BLOCK_M, FORM, DELTA)
+        delta = delta_of_rows(g_m, h, out, w, lse_ptr, scores, start_m, BLOCK_M, FORM, DELTA)  # (BLOCK_M,)
         if HAS_DLSE:
             delta -= tl.load(dlse_ptr + head.row + offs_m, mask=mask_m, other=0.0) * inverse
         tl.store(delta_ptr + offs_m, delta, mask=mask_m)

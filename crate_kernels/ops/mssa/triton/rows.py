@@ -76,7 +76,7 @@ def attend_tiles(
             w_n = tile.load_whole(w, offs_n, FORM)  # (BLOCK_N, HEAD_DIM)
         s = signed_products(w_m, w_n, FORM)  # (BLOCK_M, BLOCK_N)
         if PASS == "bounded":
-            p = tl.exp2(s * (scores.call.qk_scale * LOG2_E) - m_i[:, None])
+            p = tl.exp2(s * (scores.call.qk_scale * LOG2_E) - m_i[:, None])  # (BLOCK_M, BLOCK_N)
             if MASKED:
                 p = tl.where(allowed(scores, offs_m[:, None], offs_n[None, :], FORM), p, 0.0)
             p = p.to(w_n[0].dtype)
@@ -85,17 +85,17 @@ def attend_tiles(
             to_log2 = scores.call.qk_scale * LOG2_E
             if MASKED:
                 s = tl.where(allowed(scores, offs_m[:, None], offs_n[None, :], FORM), s, -float("inf"))
-            before = m_i
+            old_max = m_i
             if PASS != "select":
                 m_i = tl.maximum(m_i, tl.max(s, 1))
             # Rows without a key so far: any finite number for -inf makes their weights 0 instead of NaN.
-            base = tl.where(m_i == -float("inf"), 0.0, m_i) if MASKED else m_i
+            base = tl.where(m_i == -float("inf"), 0.0, m_i) if MASKED else m_i  # (BLOCK_M,)
             if PASS != "select":
-                shrink = tl.exp2((before - base) * to_log2)
+                shrink = tl.exp2((old_max - base) * to_log2)  # (BLOCK_M,)
                 l_i = l_i * shrink
                 if PASS == "online":
                     acc = tile.scale(acc, shrink)
-            p = tl.exp2((s - base[:, None]) * to_log2)
+            p = tl.exp2((s - base[:, None]) * to_log2)  # (BLOCK_M, BLOCK_N)
             if PASS == "select":
                 # Against the sum, not divided by it: a probability equal to the threshold is not above it.
                 p = tl.where(p > scores.call.threshold * l_i[:, None], 1.0, 0.0)
@@ -133,7 +133,7 @@ def finish(state, max_scale, out, lse_ptr, offs_m, mask_m, out_scale, DIMS: tl.c
     tile.store(out, tile.scale(acc, out_scale / sums), offs_m, mask_m, DIMS)
     if lse_ptr is not None:
         # The only key's score is lse, rounded as the backward rounds it. The sum of a row with an infinite one is NaN.
-        row_max = rounded_product(m_i, max_scale)
+        row_max = rounded_product(m_i, max_scale)  # (BLOCK_M,)
         lse = tl.where(row_max == float("inf"), row_max, row_max + tl.log(sums))
         tl.store(lse_ptr + offs_m, tl.where(empty, -float("inf"), lse), mask=mask_m)
 

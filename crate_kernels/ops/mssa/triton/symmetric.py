@@ -43,14 +43,14 @@ def _add_tiles(
     for start_i in range(start, stop, BLOCK_I):
         offs_i = start_i + tl.arange(0, BLOCK_I)
         key_i = offs_i[None, :]
-        w_i = load_rows(inputs.w, offs_i, length, MASKED, FORM)
+        w_i = load_rows(inputs.w, offs_i, length, MASKED, FORM)  # (BLOCK_I, HEAD_DIM)
         s = signed_products(own.w, w_i, FORM)  # (BLOCK_J, BLOCK_I)
         if KEY:
-            g_i = load_rows(inputs.g, offs_i, length, MASKED, FORM)
-            delta_i = load_number(inputs.delta_ptr, offs_i, length, 0.0, MASKED)[None, :]
+            g_i = load_rows(inputs.g, offs_i, length, MASKED, FORM)  # (BLOCK_I, HEAD_DIM)
+            delta_i = load_number(inputs.delta_ptr, offs_i, length, 0.0, MASKED)[None, :]  # (1, BLOCK_I)
         if JOINT:
             d = tile.products(own.w, g_i, FORM)  # (BLOCK_J, BLOCK_I)
-        e = tl.exp2(s * to_log2 - shift)
+        e = tl.exp2(s * to_log2 - shift)  # (BLOCK_J, BLOCK_I)
         if MASKED:
             e = tl.where(key_i < length, e, 0.0)
         if KEY:
@@ -59,11 +59,11 @@ def _add_tiles(
         if JOINT:
             a = e * (tile.add_products(d, own.g, w_i, FORM) - own.delta[:, None] - delta_i)  # (BLOCK_J, BLOCK_I)
         else:
-            a = tl.zeros_like(s)
+            a = tl.zeros_like(s)  # (BLOCK_J, BLOCK_I)
             if KEY:
                 a = e_i * (dropped(tile.products(own.w, g_i, FORM), scores, key_i, key_j, FORM) - delta_i)
             if QUERY:
-                e_j = tl.where(allowed(scores, key_j, key_i, FORM), e, 0.0) if CUT else e
+                e_j = tl.where(allowed(scores, key_j, key_i, FORM), e, 0.0) if CUT else e  # (BLOCK_J, BLOCK_I)
                 d = dropped(tile.products(own.g, w_i, FORM), scores, key_j, key_i, FORM) - own.delta[:, None]
                 a += e_j * d
         acc = tile.add_product(acc, (a * scores.call.scale).to(w_i[0].dtype), w_i, FORM)
