@@ -30,7 +30,7 @@ if settings is not None:
     _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
 
     # A drawn call takes seconds in Triton's interpreter, microseconds in a kernel.
-    settings.register_profile("suite", max_examples=6 if backends._INTERPRETED else 40, derandomize=True, **_COMMON)
+    settings.register_profile("suite", max_examples=4 if backends._INTERPRETED else 40, derandomize=True, **_COMMON)
     settings.load_profile("suite")
 
 

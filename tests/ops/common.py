@@ -26,6 +26,7 @@ LAYOUTS = {
 }
 # Triton's interpreter is slow: what takes the same ways through a kernel is left to make test-all there, as fp16 is.
 VARIATION = pytest.mark.exhaustive if os.environ.get("TRITON_INTERPRET") == "1" else ()
+TURNS = pytest.mark.turns if VARIATION else lambda test: test
 DTYPES = [
     pytest.param(torch.float32, id="fp32"),
     pytest.param(torch.bfloat16, id="bf16"),

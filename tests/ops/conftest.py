@@ -17,6 +17,27 @@ def pytest_ignore_collect(collection_path):
     return True if idle and collection_path.name == "test_gpu.py" else None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Leave every other combination of the parameters of a test with the mark ``turns`` to make test-all."""
+    for item in items:
+        sets = [mark.args for mark in item.iter_markers("parametrize")]
+        if item.get_closest_marker("turns") and left_out(item.callspec.params, sets):
+            item.add_marker("exhaustive")
+
+
+def left_out(params, sets):
+    """Return whether a combination is of those left out: of three sets, any two values meet in one that is not."""
+    return sum(place(params, *given) for given in sets) % 2 == 1
+
+
+def place(params, names, values):
+    """Return which of the values of a parametrization a test has."""
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+    sets = [v.values if isinstance(v, pytest.ParameterSet) else v if len(names) > 1 else (v,) for v in values]
+    return next(n for n, given in enumerate(sets) if all(params[k] is v for k, v in zip(names, given, strict=True)))
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
     """Fill the outputs and scratch space of composite and the kernels with NaN."""

@@ -9,7 +9,7 @@ import torch
 from crate_kernels import SubspaceCache, mssa, testing
 from crate_kernels._core import operator
 from crate_kernels.ops.mssa import composite
-from tests.ops.common import DTYPES, backends, randn
+from tests.ops.common import DTYPES, TURNS, backends, randn
 from tests.ops.decoding import BATCH, CAPACITY, HEAD_DIM, HEADS, attend, calls, contents, new_cache, tokens
 
 EACH = pytest.mark.parametrize(("op", "backend", "device"), calls(reference=True))
@@ -49,6 +49,7 @@ def test_a_block_of_many_tokens_is_appended_once(backend, device):
     assert cache.lengths.tolist() == [41] * BATCH
 
 
+@TURNS
 @EACH
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("blocks", [[1] * 12, [7, 1, 4]], ids=["steps", "blocks"])
@@ -185,6 +186,7 @@ DROPPED = {
 }
 
 
+@TURNS
 @SUBSPACE
 @INTERPRETED
 @pytest.mark.parametrize(("new", "left"), [(3, torch.nan), (3, 3e38), (9, torch.inf)])

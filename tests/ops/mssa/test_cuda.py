@@ -107,6 +107,7 @@ def test_every_head_dim_fits_the_least_shared_memory(options, backend, device):
         assert over_budget(case, torch.float16, backend, "cpu") == [], head_dim
 
 
+@pytest.mark.turns
 @DTYPES
 @pytest.mark.parametrize("outputs", ["out", "lse"])
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
@@ -139,6 +140,7 @@ def test_an_infinite_score_has_an_infinite_lse(causal, multiprocessors, backend,
     test_not_numbers.test_an_infinite_score_has_an_infinite_lse(causal, torch.bfloat16, backend, "cpu")
 
 
+@pytest.mark.turns
 @DTYPES
 @pytest.mark.parametrize("head_dim", [40, 136])
 @pytest.mark.parametrize("options", test_threshold.OPTIONS.values(), ids=test_threshold.OPTIONS)
@@ -247,6 +249,7 @@ def test_offsets_out_of_range_are_clamped_and_leave_no_row_unwritten(causal, dty
         assert not result.any()
 
 
+@pytest.mark.turns
 @DTYPES
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize(

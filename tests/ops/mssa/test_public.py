@@ -8,6 +8,7 @@ from crate_kernels.ops.mssa import logsumexp
 from tests.ops.common import (
     DTYPES,
     EXACT,
+    TURNS,
     backends,
     cases_by_dtype,
     interpreted,
@@ -167,6 +168,7 @@ ALONE = {
 }
 
 
+@TURNS
 @pytest.mark.parametrize(("backend", "device"), KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("height", [3.0, 15.0, 50.0])
@@ -185,6 +187,7 @@ def test_a_token_alone_among_its_opposites(options, height, dtype, backend, devi
     assert wrong(w.to(device, dtype), options, backend, mask) == []
 
 
+@TURNS
 @pytest.mark.parametrize(("backend", "device"), KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("height", [0.1, 1.0])

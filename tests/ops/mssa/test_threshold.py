@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from crate_kernels import mssa
-from tests.ops.common import backends, randn
+from tests.ops.common import TURNS, backends, randn
 
 FUSED = backends("mssa", reference=False)
 OPTIONS = {"full": {}, "causal": {"causal": True}, "negative-scale": {"scale": -0.3}, "no-scale": {"scale": 0.0}}
@@ -32,6 +32,7 @@ def test_equal_tokens_are_not_above_their_share(seqlen, dtype, backend, device):
         assert dw.all(), value
 
 
+@TURNS
 @pytest.mark.parametrize(("backend", "device"), FUSED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("head_dim", [40, 136])
