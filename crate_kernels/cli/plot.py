@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw every figure that the results have rows for; return 1 if there is none, 2 if the file cannot be used."""
+    """Draw every figure that the results have rows for; return 1 if there is none, 2 if a file cannot be."""
     from crate_kernels.bench import rows
 
     try:
@@ -29,9 +29,13 @@ def run(args: argparse.Namespace) -> int:
         return 2
     found = figures.every(results)
     folder = args.output or args.results[0].parent
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, figure in found.items():
-        print(files.put(folder / f"{name}.png", drawing.png(figure)))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, figure in found.items():
+            print(files.put(folder / f"{name}.png", drawing.png(figure)))
+    except OSError as error:
+        print(f"plot: {error}")
+        return 2
     if not found:
         print(f"plot: {args.results[0]} has no row that a figure shows")
     return int(not found)

@@ -14,6 +14,7 @@ from crate_kernels import testing
 from crate_kernels._core import backends
 from crate_kernels.bench.rows import DTYPES
 from crate_kernels.cli import table
+from crate_kernels.experiments.common import machine
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; return 1 if anything failed, 2 if nothing could be checked."""
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = str(machine.choose(args.device, (), None))
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        print(f"verify: --device {args.device} cannot be used: {error}")
+        return 2
     for name in args.backend or ():
         if name not in backends.names():
             print(f"verify: --backend must be one of {', '.join(backends.names())}, got {name!r}")

@@ -161,6 +161,14 @@ def test_plot_writes_every_figure(results, tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
+def test_plot_says_where_it_cannot_write(results, tmp_path, capsys):
+    path, taken = tmp_path / "results.json", tmp_path / "taken"
+    rows.write(path, results)
+    taken.touch()
+    assert main(["plot", str(path), "--output", str(taken)]) == 2
+    assert capsys.readouterr().out == f"plot: [Errno 17] File exists: '{taken}'\n"
+
+
 def test_plot_of_nothing(tmp_path, capsys):
     path = tmp_path / "results.json"
     rows.write(path, Results(dict(MACHINE), []))

@@ -275,6 +275,12 @@ def test_verify_checks_what_it_is_asked_to(monkeypatch, capsys):
     assert seen == [(op, dtype, None) for dtype in ("fp32", "bf16", "fp16") for op in ("mssa", "ista")]
 
 
+@pytest.mark.parametrize("device", ["nope", "meta", "cuda:99"])
+def test_verify_names_a_device_that_cannot_be_used(device, capsys):
+    assert main(["verify", "--device", device]) == 2
+    assert capsys.readouterr().out.startswith(f"verify: --device {device} cannot be used: ")
+
+
 def test_verify_leaves_out_what_a_backend_refuses(one_case, monkeypatch, capsys):
     def refused(*args):
         raise NotImplementedError("composite: not this one")
