@@ -1,6 +1,7 @@
 """Every kernel that a planner launches is compiled by NVRTC, and takes no more registers than recorded."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,16 @@ def test_registers_and_spills_do_not_grow(op, capability):
         pytest.skip(f"needs NVRTC {RECORDED['nvrtc']}, of which registers are recorded")
     grown = {name: (recorded[name], now) for name, now in found.items() if any(map(int.__gt__, now, recorded[name]))}
     assert grown == {}
+
+
+@pytest.mark.parametrize("capability", resources.CAPABILITIES)
+@pytest.mark.parametrize("op", resources.PLANNED)
+def test_the_record_is_of_every_kernel(op, capability):
+    def steps(names):
+        return sorted(re.sub(r"\((\w+)\)\d+|(\w+Step)::\w+", r"\1\2", name) for name in names)  # NVRTC counts an enum
+
+    listed = steps(kernel.name for kernel in resources.kernels(op, capability))
+    assert listed == steps(RECORDED["kernels"][op][f"sm_{capability}"])
 
 
 # Of sm_90a alone: one of each kind, which the usual suite compiles too.

@@ -1,5 +1,7 @@
 """What the planner of tssa's CUDA kernels launches and refuses, under the emulator."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,6 +10,9 @@ from crate_kernels._core import backends, plan
 from crate_kernels._cuda import launch
 from crate_kernels.ops.tssa import cuda
 from crate_kernels.ops.tssa.call import Saved, TSSACall
+from crate_kernels.ops.tssa.cuda import forms
+from crate_kernels.ops.tssa.cuda.names import FULL
+from crate_kernels.ops.tssa.cuda.parameters import TssaProblem
 from tests.ops.common import outputs_and_gradients, randn
 from tests.ops.tssa.common import FORMS, bias, call, going, temps, tokens
 
@@ -122,3 +127,23 @@ def test_offsets_that_are_not_contiguous_are_refused(causal, backend):
         cuda.forward(w, temps(3), None, options, causal)
     with refused:
         cuda.backward(w, None, saved, options, causal)
+
+
+# Of an H100: so many sequences, tokens and channels, and the blocks that share a sequence.
+CLUSTERS = {
+    "enough-sequences": (256, 40, 128, 1),
+    "idle-multiprocessors": (20, 256, 128, 4),
+    "few-rows-each": (1, 40, 128, 2),
+    "as-many-as-there-are": (1, 2048, 128, 8),
+    "beyond-a-half": (256, 500, 128, 2),
+    "beyond-a-block": (256, 1000, 128, 4),
+    "beyond-all": (256, 8000, 128, None),
+}
+
+
+@pytest.mark.parametrize(("nsequences", "seqlen", "width", "cluster"), CLUSTERS.values(), ids=CLUSTERS)
+def test_a_sequence_has_blocks_for_its_memory_and_for_idle_multiprocessors(nsequences, seqlen, width, cluster):
+    gpu = SimpleNamespace(capability=90, multiprocessors=132, shared_limit=227 * 1024)
+    p = TssaProblem(nsequences=nsequences, seqlen=seqlen, width=width, nheads=4, head_dim=width // 4)
+    form = forms._on_chip(p, FULL[1], 2, False, gpu)
+    assert (None if form is None else form.cluster) == cluster
