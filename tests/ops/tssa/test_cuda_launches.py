@@ -129,7 +129,14 @@ def test_offsets_that_are_not_contiguous_are_refused(causal, backend):
         cuda.backward(w, None, saved, options, causal)
 
 
-# Of an H100: so many sequences, tokens and channels, and the blocks that share a sequence.
+H100 = SimpleNamespace(capability=90, multiprocessors=132, shared_limit=227 * 1024)
+
+
+def sizes(nsequences, seqlen, width):
+    return TssaProblem(nsequences=nsequences, seqlen=seqlen, width=width, nheads=4, head_dim=width // 4)
+
+
+# So many sequences, tokens and channels of 16 bits, and the blocks that share a sequence.
 CLUSTERS = {
     "enough-sequences": (256, 40, 128, 1),
     "idle-multiprocessors": (20, 256, 128, 4),
@@ -143,7 +150,42 @@ CLUSTERS = {
 
 @pytest.mark.parametrize(("nsequences", "seqlen", "width", "cluster"), CLUSTERS.values(), ids=CLUSTERS)
 def test_a_sequence_has_blocks_for_its_memory_and_for_idle_multiprocessors(nsequences, seqlen, width, cluster):
-    gpu = SimpleNamespace(capability=90, multiprocessors=132, shared_limit=227 * 1024)
-    p = TssaProblem(nsequences=nsequences, seqlen=seqlen, width=width, nheads=4, head_dim=width // 4)
-    form = forms._on_chip(p, FULL[1], 2, False, gpu)
+    form = forms._on_chip(sizes(nsequences, seqlen, width), FULL[1], 2, False, H100)
     assert (None if form is None else form.cluster) == cluster
+
+
+# The same, whether backward, and the tokens of a chunk.
+CHUNKS = {
+    "at-most-256": (256, 1000, 64, False, 256),
+    "four-blocks-for-each-multiprocessor": (10, 5000, 64, False, 96),
+    "at-least-32": (1, 1000, 64, False, 32),
+    "48-kB": (256, 1000, 128, False, 192),
+    "48-kB-of-both": (256, 1000, 128, True, 96),
+    "wide": (256, 1000, 4096, False, 16),
+}
+
+
+@pytest.mark.parametrize(("nsequences", "seqlen", "width", "backward", "chunk"), CHUNKS.values(), ids=CHUNKS)
+def test_a_chunk_fills_the_multiprocessors_and_stays_in_the_caches(nsequences, seqlen, width, backward, chunk):
+    p = sizes(nsequences, seqlen, width)
+    form = forms._in_chunks(p, FULL[1], 2, backward, H100)
+    assert (p.chunk_size, form.cuts) == (chunk, -(-seqlen // chunk))
+
+
+# Of the causal form: the same, the chunk and the threads.
+CAUSAL = {
+    "one-chunk": (4, 64, 256, False, 64, 64),
+    "chunks-of-64": (4, 1000, 256, False, 64, 64),
+    "many-sequences": (2000, 3000, 256, False, 1024, 64),
+    "back": (4, 1000, 256, True, 32, 64),
+    "back-wide": (4, 1000, 8192, True, 8, 256),
+    "wide": (4, 1000, 8192, False, 64, 512),
+}
+
+
+@pytest.mark.parametrize(("nsequences", "seqlen", "width", "backward", "chunk", "threads"), CAUSAL.values(), ids=CAUSAL)
+def test_a_causal_chunk_is_short_unless_sequences_are_many(nsequences, seqlen, width, backward, chunk, threads):
+    p, w = sizes(nsequences, seqlen, width), torch.empty(1, 4, 1, width // 4)
+    form = forms._causal_form(p, w, w if backward else None, H100)
+    assert (p.chunk_size, form.threads) == (chunk, threads)
+    assert form.cuts == (p.nchunks if p.nchunks > 1 else 0)
