@@ -1,6 +1,7 @@
 """What the planner of tssa's CUDA kernels launches and refuses, under the emulator."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -129,7 +130,7 @@ def test_offsets_that_are_not_contiguous_are_refused(causal, backend):
         cuda.backward(w, None, saved, options, causal)
 
 
-H100 = SimpleNamespace(capability=90, multiprocessors=132, shared_limit=227 * 1024)
+H100: Any = SimpleNamespace(capability=90, multiprocessors=132, shared_limit=227 * 1024)
 
 
 def sizes(nsequences, seqlen, width):
