@@ -107,7 +107,7 @@ struct DecodeQuery {
     total = total * mine + part[width + 1] * theirs;
     for (int c = 0; c < width; c += kLanes) store(out + c, load(out + c) * mine + load(part + c) * theirs);
   }
-  CRATE_INLINE void leave(float* part, int width) const {
+  CRATE_INLINE void save(float* part, int width) const {
     memcpy(part, out, width * sizeof(float));
     part[width] = largest;
     part[width + 1] = total;
@@ -128,7 +128,7 @@ struct DecodeQuery {
   }
 };
 
-CRATE_INLINE float* left_by(const MssaProblem& p, const MssaDecode& d, int part, int64_t token) {
+CRATE_INLINE float* partial_at(const MssaProblem& p, const MssaDecode& d, int part, int64_t token) {
   return d.partial + (part * d.new_tokens + token) * crate_kernels::mssa_decode_size(p.head_dim);
 }
 
@@ -173,7 +173,7 @@ CRATE_INLINE void decode_group(const MssaProblem& p, const MssaDecode& d, int64_
   }
   for (int i = 0; i < queries; ++i) {
     if (parts > 1) {
-      state[i].leave(left_by(p, d, part, first + i), width);
+      state[i].save(partial_at(p, d, part, first + i), width);
     } else {
       state[i].finish(p, d, first + i);
     }
@@ -192,7 +192,7 @@ void mssa_decode_combine(const MssaProblem& p, const MssaDecode& d, int parts) {
   DecodeQuery q;
   for (int64_t token = 0; token < d.new_tokens; ++token) {
     q.reset(width);
-    for (int part = 0; part < parts; ++part) q.add(left_by(p, d, part, token), width);
+    for (int part = 0; part < parts; ++part) q.add(partial_at(p, d, part, token), width);
     q.finish(p, d, token);
   }
 }

@@ -15,8 +15,8 @@ constexpr int64_t kLeastPart = 256;  // cached tokens per task: with fewer, a ta
 constexpr int64_t kLeastShare = 1 << 16;
 
 struct Sequence {
-  int64_t start, end;   // cached tokens before the new ones, and with them
-  const uint8_t* keep;  // not 0: the new token is kept; null: all are
+  int64_t start, end;       // cached tokens before the new ones, and with them
+  const uint8_t* key_mask;  // not 0: the new token is a key; null: all are
 };
 
 void append(const Sequence& s, const MssaView& w, const MssaView& keys, int64_t tokens, int64_t capacity,
@@ -27,7 +27,7 @@ void append(const Sequence& s, const MssaView& w, const MssaView& keys, int64_t 
   };
   const bool whole = w.dim_stride == 1 && keys.dim_stride == 1;
   for (int64_t i = 0, end = s.start; i < tokens && end < capacity; ++i) {
-    if (s.keep != nullptr && s.keep[i] == 0) continue;
+    if (s.key_mask != nullptr && s.key_mask[i] == 0) continue;
     if (whole) {
       std::memcpy(at(keys, end, 0), at(w, i, 0), p.head_dim * item);
     } else {
@@ -53,7 +53,7 @@ void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor o
     const int64_t start = std::clamp<int64_t>(held[b], 0, capacity);
     s = {start, start, mask == nullptr ? nullptr : mask + b * tokens};
     for (int64_t i = 0; i < tokens; ++i) {
-      if (s.keep == nullptr || s.keep[i] != 0) s.end = std::min(s.end + 1, capacity);
+      if (s.key_mask == nullptr || s.key_mask[i] != 0) s.end = std::min(s.end + 1, capacity);
       visible[b * tokens + i] = static_cast<int32_t>(s.end);
     }
     longest = std::max(longest, s.end);

@@ -9,13 +9,13 @@ namespace {
 struct GradientSide {
   const float *dout, *w;  // panels: of the gradient of out, and of w
   const float *delta, *dlse;
-  const float* u;     // factor of the other side's delta and dlse
+  const float* mass;  // factor of the other side's delta and dlse
   const float* rest;  // what delta lacks
 };
 
 // The gradient of the products w_i . w_j of rows i and columns j:
-//   row_scale_i * weight * (dropout factor * dout_i . w_j - u_j delta_i + w_i . dout_j - u_i delta_j
-//                           + u_j dlse_i + u_i dlse_j).
+//   row_scale_i * weight * (dropout factor * dout_i . w_j - mass_j delta_i + w_i . dout_j - mass_i delta_j
+//                           + mass_j dlse_i + mass_i dlse_j).
 // delta is the sum of two numbers, delta and rest. Without column.dout, the terms with delta_j and dlse_j are absent
 // too. With ratios, the sides are those of the products: the first difference has column.dlse added, and is then
 // multiplied by row_ratio_i * column_ratio_j, and the second has row.dlse added.
@@ -46,8 +46,8 @@ void compute_gradients(const ScoreGradients& s, WeightTile<T>& gradients) {
       // Subtract its rest apart: rounded into delta, it would err by an ulp of what has cancelled.
       for_each_vector(d, [&](Vf& x, int r, int v) CRATE_LAMBDA {
         if (s.dropout != nullptr) x = rounded(x * load(s.dropout + at(r, v)));
-        x -= load(s.column.u + j0 + v * kLanes) * s.row.delta[r0 + r];
-        if (s.row.rest != nullptr) x -= load(s.column.u + j0 + v * kLanes) * s.row.rest[r0 + r];
+        x -= load(s.column.mass + j0 + v * kLanes) * s.row.delta[r0 + r];
+        if (s.row.rest != nullptr) x -= load(s.column.mass + j0 + v * kLanes) * s.row.rest[r0 + r];
       });
       if constexpr (kRatios) {
         for_each_vector(d, [&](Vf& x, int r, int v) CRATE_LAMBDA {
@@ -58,8 +58,8 @@ void compute_gradients(const ScoreGradients& s, WeightTile<T>& gradients) {
       if (s.column.dout != nullptr) {
         by_column.template add<kLong>(d, r0, j0);
         for_each_vector(d, [&](Vf& x, int r, int v) CRATE_LAMBDA {
-          x -= load(s.column.delta + j0 + v * kLanes) * s.row.u[r0 + r];
-          if (s.column.rest != nullptr) x -= load(s.column.rest + j0 + v * kLanes) * s.row.u[r0 + r];
+          x -= load(s.column.delta + j0 + v * kLanes) * s.row.mass[r0 + r];
+          if (s.column.rest != nullptr) x -= load(s.column.rest + j0 + v * kLanes) * s.row.mass[r0 + r];
         });
       }
       // dlse comes after the differences: added to delta first, it would be rounded as delta is, and the difference may
@@ -68,8 +68,8 @@ void compute_gradients(const ScoreGradients& s, WeightTile<T>& gradients) {
         for_each_vector(d, [&](Vf& x, int r, int) CRATE_LAMBDA { x += s.row.dlse[r0 + r]; });
       } else if (s.row.dlse != nullptr) {
         for_each_vector(d, [&](Vf& x, int r, int v) CRATE_LAMBDA {
-          x += load(s.column.u + j0 + v * kLanes) * s.row.dlse[r0 + r];
-          if (s.column.dout != nullptr) x += load(s.column.dlse + j0 + v * kLanes) * s.row.u[r0 + r];
+          x += load(s.column.mass + j0 + v * kLanes) * s.row.dlse[r0 + r];
+          if (s.column.dout != nullptr) x += load(s.column.dlse + j0 + v * kLanes) * s.row.mass[r0 + r];
         });
       }
       for_each_vector(d,
@@ -115,8 +115,9 @@ void dot_columns(const float* a, const float* b, int words, int count, float* do
     const int64_t line = line_words(words);
     alignas(64) float block[kLanes * kLanes];
     for (int j = 0; j < count; j += kLanes) {
-      const Factors factors = {a + lines_at(words) + j * line, b + j, line, kTile, static_cast<int>(line / kLanes)};
-      T::multiply(factors, kLanes, kLanes, block, kLanes);
+      const AmxOperands operands = {a + lines_at(words) + j * line, b + j, line, kTile,
+                                    static_cast<int>(line / kLanes)};
+      T::multiply(operands, kLanes, kLanes, block, kLanes);
       for (int n = 0; n < kLanes; ++n) dots[j + n] = block[n * kLanes + n];
     }
     return;

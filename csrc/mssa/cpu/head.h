@@ -37,13 +37,13 @@ struct KeyList {
   void find(const MssaHead& head) {
     for (int64_t t = 0; t < head.nkeys; ++t) {
       rank[t] = count;
-      if (kept(head, t)) token[count++] = static_cast<int32_t>(t);
+      if (is_key(head, t)) token[count++] = static_cast<int32_t>(t);
     }
     rank[head.nkeys] = count;
     blocks = (count + kTile - 1) / kTile;
     for (int n = count; n < blocks * kTile; ++n) token[n] = 0;
   }
-  static bool kept(const MssaHead& head, int64_t t) { return head.keep == nullptr || head.keep[t] != 0; }
+  static bool is_key(const MssaHead& head, int64_t t) { return head.key_mask == nullptr || head.key_mask[t] != 0; }
 };
 
 // Row width of the staging buffer: whole vectors, and whole words of two elements.
@@ -125,7 +125,7 @@ struct HalfNormRange {
 };
 
 // A block of queries, the keys [first, stop) that each sees, and what is subtracted from their scores.
-struct Block {
+struct QueryBlock {
   int count;
   Span any, all;  // keys between the first and the last that some row sees; keys that every row sees
   Span tiles;     // of `any`
@@ -140,123 +140,135 @@ struct Block {
 
 // State of one head in either direction; `T` packs its words.
 template <class T>
-class HeadTiles {
- public:
-  HeadTiles(const MssaProblem& p, const MssaHead& head, int part, int parts)
-      : p_(p),
-        head_(head),
-        part_(part),
-        parts_(parts),
-        width_(padded_dim(p.head_dim)),
-        words_(channel_words<T>(p.head_dim)),
-        factor_(static_cast<float>(p.scale * kLog2e)) {}
+struct HeadTiles {
+  const MssaProblem& p;
+  const MssaHead& head;
+  const int part, parts;
+  const int row_width, words;  // of a token: floats of a packed row, words of a panel
+  const float score_factor;    // scale * log2(e)
+  KeyList keys;
+  Ahead ahead;
+  float *key_panels, *query_panel;
+  float *half_norms, *masses;  // by key
+  float* running_max;          // by key: the largest half norm up to it
+  float* staging;              // kTile rows
+  float* dropout;              // factors of a tile
+  bool huge = false;           // a key's own score is, or would be if it were a number
 
- protected:
+  HeadTiles(const MssaProblem& p, const MssaHead& head, int part, int parts)
+      : p(p),
+        head(head),
+        part(part),
+        parts(parts),
+        row_width(padded_dim(p.head_dim)),
+        words(channel_words<T>(p.head_dim)),
+        score_factor(static_cast<float>(p.scale * kLog2e)) {}
+
   // Cuts what both directions use.
   void cut(Scratch& s) {
-    const int64_t padded = round_up(head_.nkeys, kTile), panel = panel_size<T>(p_.head_dim);
-    keys_.token = s.ints(padded);
-    keys_.rank = s.ints(head_.nkeys + 1);
-    key_panels_ = s.floats(padded / kTile * panel);
-    query_panel_ = s.floats(panel);
-    half_norm_ = s.floats(padded);
-    mass_ = s.floats(padded);
-    running_ = s.floats(padded);
-    staging_ = s.floats(kTile * staging_width(p_.head_dim));
-    dropout_ = s.floats(p_.dropout ? kTile * kTile : 0);
+    const int64_t padded = round_up(head.nkeys, kTile), panel = panel_size<T>(p.head_dim);
+    keys.token = s.ints(padded);
+    keys.rank = s.ints(head.nkeys + 1);
+    key_panels = s.floats(padded / kTile * panel);
+    query_panel = s.floats(panel);
+    half_norms = s.floats(padded);
+    masses = s.floats(padded);
+    running_max = s.floats(padded);
+    staging = s.floats(kTile * staging_width(p.head_dim));
+    dropout = s.floats(p.dropout ? kTile * kTile : 0);
   }
 
   // Packs the keys as panels and, if wanted, as rows; computes their h.
   void pack_keys(float* rows) {
-    const int64_t width = staging_width(p_.head_dim);
-    for (int b = 0; b < keys_.blocks; ++b) {
-      const int count = in_block(keys_.count, b);
+    const int64_t width = staging_width(p.head_dim);
+    for (int b = 0; b < keys.blocks; ++b) {
+      const int count = in_block(keys.count, b);
       stage_keys(b, count, nullptr);
-      pack_panel<T>(staging_, width, p_.head_dim, count, key_panels_ + panel_at(b));
-      if (rows != nullptr) pack_rows<T>(staging_, width, width_, count, rows + rows_at(b));
+      pack_panel<T>(staging, width, p.head_dim, count, key_panels + panel_at(b));
+      if (rows != nullptr) pack_rows<T>(staging, width, row_width, count, rows + rows_at(b));
       for (int n = 0; n < round_up(count, kLanes); ++n) {
-        const float h = half_norm_[b * kTile + n] = half_norm(staging_ + n * width, width, factor_);
-        huge_ = huge_ || (factor_ != 0.0f && !(fabsf(h) < 0.25f * kHugeScore));
+        const float h = half_norms[b * kTile + n] = half_norm(staging + n * width, width, score_factor);
+        huge = huge || (score_factor != 0.0f && !(fabsf(h) < 0.25f * kHugeScore));
       }
     }
   }
 
   void stage_keys(int block, int count, const float* factor) {
-    const int32_t* const token = keys_.token + block * kTile;
-    stage(head_.keys, p_.dtype, p_.head_dim, token, count, factor, staging_width(p_.head_dim), staging_);
+    const int32_t* const token = keys.token + block * kTile;
+    stage(head.keys, p.dtype, p.head_dim, token, count, factor, staging_width(p.head_dim), staging);
   }
 
   void scale_staged(const float* factor, int count) {
-    const int64_t width = staging_width(p_.head_dim);
+    const int64_t width = staging_width(p.head_dim);
     for (int n = 0; n < count; ++n) {
       for (int64_t d = 0; d < width; d += kLanes) {
-        store(staging_ + n * width + d, load(staging_ + n * width + d) * factor[n]);
+        store(staging + n * width + d, load(staging + n * width + d) * factor[n]);
       }
     }
   }
 
   // True if every query is a key: packed keys are then queries too.
-  bool queries_are_keys() const { return head_.itself && keys_.count == head_.nkeys; }
+  bool queries_are_keys() const { return head.itself && keys.count == head.nkeys; }
 
-  // The panel of a block of queries. Without the keys' own, the queries are staged too.
-  const float* query_panel(const Block& b) {
-    if (queries_are_keys()) return key_panels_ + panel_at(b.token[0] / kTile);
-    const int64_t width = staging_width(p_.head_dim);
-    stage(head_.w, p_.dtype, p_.head_dim, b.token, b.count, nullptr, width, staging_);
-    pack_panel<T>(staging_, width, p_.head_dim, b.count, query_panel_);
-    return query_panel_;
+  // Returns the panel of a block of queries. Without the keys' own, the queries are staged too.
+  const float* pack_queries(const QueryBlock& b) {
+    if (queries_are_keys()) return key_panels + panel_at(b.token[0] / kTile);
+    const int64_t width = staging_width(p.head_dim);
+    stage(head.w, p.dtype, p.head_dim, b.token, b.count, nullptr, width, staging);
+    pack_panel<T>(staging, width, p.head_dim, b.count, query_panel);
+    return query_panel;
   }
 
   // True if tiles may serve their rows and their columns, without maxima.
   bool pairs_allowed(const HalfNormRange& extent) const {
-    return head_.itself && extent.safe(safe_height()) && keys_.count > 1 && p_.scale > 0 && hides_none(p_.mask) &&
-           !p_.dropout && !p_.threshold;
+    return head.itself && extent.safe(safe_height()) && keys.count > 1 && p.scale > 0 && hides_none(p.mask) &&
+           !p.dropout && !p.threshold;
   }
 
   // The largest h with which scores are shifted by their bound. In fp32 a weight that is all of its row is exactly 1
   // only if the maximum is subtracted, and the row's out its token to the bit: a range's delta rests on that.
-  float safe_height() const { return p_.range && p_.dtype == Dtype::f32 ? kSafeHeightOfRange : kSafeHeight; }
+  float safe_height() const { return p.range && p.dtype == Dtype::f32 ? kSafeHeightOfRange : kSafeHeight; }
 
-  int64_t panel_at(int block) const { return block * panel_size<T>(p_.head_dim); }
-  int64_t rows_at(int block) const { return static_cast<int64_t>(block) * kTile / T::kPair * width_; }
+  int64_t panel_at(int block) const { return block * panel_size<T>(p.head_dim); }
+  int64_t rows_at(int block) const { return static_cast<int64_t>(block) * kTile / T::kPair * row_width; }
 
-  // Tells ahead_ of the tensor that this head writes and of those that the next one reads.
+  // Tells ahead of the tensor that this head writes and of those that the next one reads.
   template <int kCount>
   void fetch_ahead(const MssaView& result, MssaView MssaHead::* const (&read)[kCount]) {
-    ahead_.add(result, head_.seqlen, p_.head_dim, p_.result);
-    for (int n = 0; n < kCount && head_.next != nullptr; ++n) {
-      ahead_.add(head_.next->*read[n], head_.next->seqlen, p_.head_dim, p_.dtype);
+    ahead.add(result, head.seqlen, p.head_dim, p.result);
+    for (int n = 0; n < kCount && head.next != nullptr; ++n) {
+      ahead.add(head.next->*read[n], head.next->seqlen, p.head_dim, p.dtype);
     }
-    const int64_t blocks = (head_.nkeys + kTile - 1) / kTile;
-    ahead_.share_among(blocks * (blocks + 1) / 2 * kFetches<T>);  // a causal head has so many products
+    const int64_t blocks = (head.nkeys + kTile - 1) / kTile;
+    ahead.share_among(blocks * (blocks + 1) / 2 * kFetches<T>);  // a causal head has so many products
   }
 
   // Calls body(block) for every block of queries of this part. The body fills in the shifts.
   template <class Body>
   void for_each_query_block(bool padded_only, const Body& body) {
-    Block b;
+    QueryBlock b;
     int index = 0;
-    for (int64_t t = 0; t < head_.seqlen;) {
+    for (int64_t t = 0; t < head.seqlen;) {
       b.count = 0;
-      for (; t < head_.seqlen && b.count < kTile; ++t) {
-        if (!(padded_only && KeyList::kept(head_, t))) b.token[b.count++] = static_cast<int32_t>(t);
+      for (; t < head.seqlen && b.count < kTile; ++t) {
+        if (!(padded_only && KeyList::is_key(head, t))) b.token[b.count++] = static_cast<int32_t>(t);
       }
-      if (b.count == 0 || !owns_block(index++, part_, parts_)) continue;
+      if (b.count == 0 || !owns_block(index++, part, parts)) continue;
       find_bounds(b);
       body(b);
     }
   }
 
-  void find_bounds(Block& b) const {
-    b.any = {keys_.count, 0};
-    b.all = {0, keys_.count};
-    const int ahead = static_cast<int>(head_.query_start - head_.key_start);  // 0 of the same tokens
+  void find_bounds(QueryBlock& b) const {
+    b.any = {keys.count, 0};
+    b.all = {0, keys.count};
+    const int offset = static_cast<int>(head.query_start - head.key_start);  // 0 of the same tokens
     for (int r = 0; r < kTile; ++r) {
       if (r >= b.count) b.token[r] = b.token[0];
-      const int query = b.token[r] + ahead;
-      const Span seen = keys_of(p_.mask, {query, query + 1}, static_cast<int>(head_.nkeys));
-      const int first = b.first[r] = keys_.rank[seen.first];
-      const int stop = b.stop[r] = seen.stop > 0 ? keys_.rank[seen.stop] : 0;  // all keys may follow the query
+      const int query = b.token[r] + offset;
+      const Span seen = keys_of(p.mask, {query, query + 1}, static_cast<int>(head.nkeys));
+      const int first = b.first[r] = keys.rank[seen.first];
+      const int stop = b.stop[r] = seen.stop > 0 ? keys.rank[seen.stop] : 0;  // all keys may follow the query
       b.any = {first < b.any.first ? first : b.any.first, stop > b.any.stop ? stop : b.any.stop};
       b.all = {first > b.all.first ? first : b.all.first, stop < b.all.stop ? stop : b.all.stop};
     }
@@ -267,17 +279,17 @@ class HeadTiles {
   Scores scores(const float* queries, int rows, int j, int columns) const {
     Scores s = {};
     s.query_panel = queries;
-    s.key_panel = key_panels_ + panel_at(j);
-    s.words = words_;
+    s.key_panel = key_panels + panel_at(j);
+    s.words = words;
     s.rows = rows;
     s.columns = columns;
-    s.factor = factor_;
-    s.huge = huge_;
-    s.column_mass = mass_ + j * kTile;
+    s.factor = score_factor;
+    s.huge = huge;
+    s.column_mass = masses + j * kTile;
     return s;
   }
 
-  Scores row_scores(const Block& b, const float* queries, int j) const {
+  Scores row_scores(const QueryBlock& b, const float* queries, int j) const {
     Scores s = scores(queries, b.count, j, b.columns(j));
     s.row_shift = b.shifted ? b.shift : nullptr;
     s.row_power = b.powered ? b.power : nullptr;
@@ -295,35 +307,35 @@ class HeadTiles {
   // the rows: tiles compute whole vectors of columns, but rows one by one.
   template <class Body>
   void for_each_pair(const Body& body) const {
-    for (int i = 0; i < keys_.blocks; ++i) {
+    for (int i = 0; i < keys.blocks; ++i) {
       for (int j = 0; j <= i; ++j) body(i, j);
     }
   }
 
   Scores pair_scores(int i, int j) const {
-    Scores s = scores(key_panels_ + panel_at(i), in_block(keys_.count, i), j, in_block(keys_.count, j));
-    s.row_power = half_norm_ + i * kTile;
-    s.column_power = half_norm_ + j * kTile;
-    s.row_mass = mass_ + i * kTile;
+    Scores s = scores(key_panels + panel_at(i), in_block(keys.count, i), j, in_block(keys.count, j));
+    s.row_power = half_norms + i * kTile;
+    s.column_power = half_norms + j * kTile;
+    s.row_mass = masses + i * kTile;
     s.symmetric = i == j;
     return s;
   }
 
   // The largest h up to each key bounds every score that a causal row has.
   void find_bounds_of_keys() {
-    for (int n = 0; n < keys_.count; ++n) {
-      running_[n] = n > 0 && running_[n - 1] > half_norm_[n] ? running_[n - 1] : half_norm_[n];
+    for (int n = 0; n < keys.count; ++n) {
+      running_max[n] = n > 0 && running_max[n - 1] > half_norms[n] ? running_max[n - 1] : half_norms[n];
     }
   }
 
   // Finds the shifts of a block. Rows whose bound is too loose take the maximum of their scores; the others keep their
   // bits.
-  void find_shifts(Block& b, const float* queries) const {
+  void find_shifts(QueryBlock& b, const float* queries) const {
     if (!bound_scores(b)) shift_by_maxima(b, queries);
   }
 
   // Shifts the rows whose shift is NaN by the maximum of their scores.
-  void shift_by_maxima(Block& b, const float* queries) const {
+  void shift_by_maxima(QueryBlock& b, const float* queries) const {
     alignas(64) float maxima[kTile * kLanes];
     for (int n = 0; n < kTile * kLanes; ++n) maxima[n] = -INFINITY;
     for (int j = b.tiles.first; j < b.tiles.stop; ++j) update_maxima<T>(row_scores(b, queries, j), maxima);
@@ -337,43 +349,32 @@ class HeadTiles {
 
   // Every key counts once, padding of the last tile not at all.
   void unit_masses() {
-    for (int n = 0; n < keys_.blocks * kTile; ++n) mass_[n] = n < keys_.count ? 1.0f : 0.0f;
+    for (int n = 0; n < keys.blocks * kTile; ++n) masses[n] = n < keys.count ? 1.0f : 0.0f;
   }
   // 2^(h - largest h), powers of two.
   void pair_masses(float largest) {
-    for (int n = 0; n < keys_.blocks * kTile; n += kLanes) store(mass_ + n, exp2(load(half_norm_ + n) - largest));
-    for (int n = keys_.count; n < keys_.blocks * kTile; ++n) mass_[n] = 0.0f;
+    for (int n = 0; n < keys.blocks * kTile; n += kLanes) store(masses + n, exp2(load(half_norms + n) - largest));
+    for (int n = keys.count; n < keys.blocks * kTile; ++n) masses[n] = 0.0f;
   }
-
-  const MssaProblem& p_;
-  const MssaHead& head_;
-  const int part_, parts_;
-  const int width_, words_;
-  const float factor_;
-  KeyList keys_;
-  Ahead ahead_;
-  float *key_panels_, *query_panel_, *half_norm_, *mass_, *running_, *staging_, *dropout_;
-  bool huge_ = false;  // a key's own score is, or would be if it were a number
 
  private:
   // Takes from the exponents of each row's weights a bound of its scores; shift NaN: there is none. True if all have
   // one.
-  bool bound_scores(Block& b) const {
+  bool bound_scores(QueryBlock& b) const {
     bool bounded = true;
     b.powered = false;
     for (int r = 0; r < kTile; ++r) {
-      const float bound = b.stop[r] > 0 ? running_[b.stop[r] - 1] : 0.0f;
-      bool safe =
-          p_.scale > 0 && keys_.count > 1 && bound <= safe_height() && (!p_.threshold || p_.level >= kLeastLevel);
+      const float bound = b.stop[r] > 0 ? running_max[b.stop[r] - 1] : 0.0f;
+      bool safe = p.scale > 0 && keys.count > 1 && bound <= safe_height() && (!p.threshold || p.level >= kLeastLevel);
       float own = 0.0f;
-      if (head_.itself) {
-        own = half_norm_[keys_.rank[b.token[r]]];
+      if (head.itself) {
+        own = half_norms[keys.rank[b.token[r]]];
         // The row's own key bounds its sum. One key alone has weight 1 exactly, and its score is the lse.
-        const bool sees_itself = KeyList::kept(head_, b.token[r]) && !may_be_empty(p_.mask);
+        const bool sees_itself = KeyList::is_key(head, b.token[r]) && !may_be_empty(p.mask);
         safe = safe && sees_itself && bound - own <= kSafeSpread;
-      } else if (safe && r < b.count) {  // query_panel() staged the rows; attend() tells if a sum is too small
-        const int64_t width = staging_width(p_.head_dim);
-        own = half_norm(staging_ + r * width, width, factor_);
+      } else if (safe && r < b.count) {  // pack_queries() staged the rows; attend() tells if a sum is too small
+        const int64_t width = staging_width(p.head_dim);
+        own = half_norm(staging + r * width, width, score_factor);
         safe = own <= safe_height() && b.stop[r] - b.first[r] > 1;
       }
       b.power[r] = safe ? own + bound : 0.0f;

@@ -46,7 +46,7 @@ struct MssaHead {
   uint32_t counter;                // batch * nheads + head, for dropout
   MssaView w, out, dout, dw;
   MssaView keys;
-  const uint8_t* keep;  // not 0: the token is a key; null: all are. A byte of a bool tensor may be any number.
+  const uint8_t* key_mask;  // not 0: the token is a key; null: all are. A byte of a bool tensor may be any number.
   float* lse;
   const float* dlse;     // null: no gradient
   const float* delta;    // of the queries; null: to be computed from out. If given, lse is over more keys.

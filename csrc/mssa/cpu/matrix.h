@@ -9,7 +9,7 @@
 
 namespace {
 
-struct Factors {
+struct AmxOperands {
   const float *left, *right;
   int64_t left_stride, right_stride;  // words from one row to the next
   int depth;                          // registers along the sum
@@ -36,7 +36,7 @@ class TileRegisters {
 
 // out[16 kRows][16 kColumns] = left right. The intrinsics that read do not say so to the compiler: hence the barrier.
 template <int kRows, int kColumns>
-CRATE_INLINE void multiply_registers(const Factors& f, float* out, int64_t out_stride) {
+CRATE_INLINE void multiply_registers(const AmxOperands& f, float* out, int64_t out_stride) {
   const int64_t left_bytes = f.left_stride * 4, right_bytes = f.right_stride * 4, out_bytes = out_stride * 4;
   asm volatile("" : : : "memory");
   _tile_zero(0);
@@ -72,10 +72,10 @@ struct BFloat16Tiles : BFloat16 {
   using Registers = TileRegisters;
 
   // out = left right, in whole registers that cover rows x columns.
-  static CRATE_INLINE void multiply(const Factors& f, int rows, int columns, float* out, int64_t out_stride) {
+  static CRATE_INLINE void multiply(const AmxOperands& f, int rows, int columns, float* out, int64_t out_stride) {
     for (int r = 0; r < rows; r += 32) {
       for (int c = 0; c < columns; c += 32) {
-        const Factors part = {f.left + r * f.left_stride, f.right + c, f.left_stride, f.right_stride, f.depth};
+        const AmxOperands part = {f.left + r * f.left_stride, f.right + c, f.left_stride, f.right_stride, f.depth};
         float* const to = out + r * out_stride + c;
         const bool two_rows = rows - r > 16, two_columns = columns - c > 16;
         if (two_rows && two_columns) {

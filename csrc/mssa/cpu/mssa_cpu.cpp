@@ -42,7 +42,7 @@ std::vector<MssaHead> list_heads(const Tensors& t, const MssaCall& call) {
       head.dout = dout.at(b, h, first);
       head.dw = dw.at(b, h, first);
       if (call.key_padding_mask.has_value()) {
-        head.keep = static_cast<const uint8_t*>(call.key_padding_mask->data_ptr()) + b * total;
+        head.key_mask = static_cast<const uint8_t*>(call.key_padding_mask->data_ptr()) + b * total;
       }
       const int64_t row = packed ? h * total + first : (b * nheads + h) * total;
       head.lse = lse + row;

@@ -38,64 +38,59 @@ struct LseExtent {
 };
 
 template <class T>
-class Mutual : HeadTiles<T> {
-  using Base = HeadTiles<T>;
-  using Base::key_panels_, Base::query_panel_, Base::staging_;
-  using Base::p_, Base::head_, Base::keys_, Base::width_, Base::words_;
-  using Base::panel_at, Base::rows_at, Base::ahead_;
-
+class Mutual {
  public:
   // `columns` has the columns as queries; `middle` is between all lse.
   Mutual(const MssaProblem& p, const MssaHead& rows, const MssaHead& columns, int part, int parts, float middle)
-      : Base(p, rows, part, parts), columns_(columns), middle_(middle) {}
+      : p_(p), head_(rows), tiles_(p, rows, part, parts), columns_(columns), middle_(middle) {}
 
   void run(Arena& arena, float* share) {
     share_ = share;
     cut_arena(arena, [this](Scratch& s) { cut(s); });
-    keys_.find(head_);
-    Base::pack_keys(keys_rows_);
-    for (int j = 0; j < keys_.blocks; ++j) pack_columns(j);
+    tiles_.keys.find(head_);
+    tiles_.pack_keys(keys_rows_);
+    for (int j = 0; j < tiles_.keys.blocks; ++j) pack_columns(j);
     for (float& one : ones_) one = 1.0f;
-    Base::for_each_query_block(false, [this](Block& b) { block(b); });
+    tiles_.for_each_query_block(false, [this](QueryBlock& b) { block(b); });
   }
 
  private:
   void cut(Scratch& s) {
     const int64_t padded = round_up(head_.nkeys, kTile), panel = panel_size<T>(p_.head_dim);
-    Base::cut(s);
-    keys_rows_ = s.floats(padded / T::kPair * width_);
+    tiles_.cut(s);
+    keys_rows_ = s.floats(padded / T::kPair * tiles_.row_width);
     dout_panels_ = s.floats(padded / kTile * panel);
-    dout_rows_ = s.floats(padded / T::kPair * width_);
+    dout_rows_ = s.floats(padded / T::kPair * tiles_.row_width);
     delta_ = s.floats(padded);
     dlse_ = s.floats(padded);
     ratio_ = s.floats(padded);
     own_dout_panel_ = s.floats(panel);
-    own_dout_rows_ = s.floats(kTile / T::kPair * width_);
+    own_dout_rows_ = s.floats(kTile / T::kPair * tiles_.row_width);
   }
 
   float ratio(float lse) const { return exp2f(static_cast<float>(lse * kLog2e - middle_)); }
 
   // Packs dout of the columns, their delta, dlse and 2^(middle - lse).
   void pack_columns(int j) {
-    const int count = in_block(keys_.count, j), first = j * kTile;
-    const int32_t* const token = keys_.token + first;
+    const int count = in_block(tiles_.keys.count, j), first = j * kTile;
+    const int32_t* const token = tiles_.keys.token + first;
     const int64_t width = staging_width(p_.head_dim);
-    stage(columns_.dout, p_.dtype, p_.head_dim, token, count, nullptr, width, staging_);
-    pack_panel<T>(staging_, width, p_.head_dim, count, dout_panels_ + panel_at(j));
+    stage(columns_.dout, p_.dtype, p_.head_dim, token, count, nullptr, width, tiles_.staging);
+    pack_panel<T>(tiles_.staging, width, p_.head_dim, count, dout_panels_ + tiles_.panel_at(j));
     for (int n = 0; n < kTile; ++n) {
       delta_[first + n] = n < count ? columns_.delta[token[n]] : 0.0f;
       dlse_[first + n] = n < count ? columns_.dlse[token[n]] : 0.0f;
       ratio_[first + n] = n < count ? 1.0f / ratio(columns_.lse[token[n]]) : 0.0f;
     }
-    Base::scale_staged(ratio_ + first, count);
-    pack_rows<T>(staging_, width, width_, count, dout_rows_ + rows_at(j));
+    tiles_.scale_staged(ratio_ + first, count);
+    pack_rows<T>(tiles_.staging, width, tiles_.row_width, count, dout_rows_ + tiles_.rows_at(j));
   }
 
-  void block(Block& b) {
-    const float* const panel = Base::query_panel(b);
+  void block(QueryBlock& b) {
+    const float* const panel = tiles_.pack_queries(b);
     const int64_t width = staging_width(p_.head_dim);
-    stage(head_.dout, p_.dtype, p_.head_dim, b.token, b.count, nullptr, width, staging_);
-    pack_panel<T>(staging_, width, p_.head_dim, b.count, own_dout_panel_);
+    stage(head_.dout, p_.dtype, p_.head_dim, b.token, b.count, nullptr, width, tiles_.staging);
+    pack_panel<T>(tiles_.staging, width, p_.head_dim, b.count, own_dout_panel_);
     alignas(64) float residual[kTile], row_scale[kTile], row_ratio[kTile], value_factor[kTile];
     alignas(64) float delta[kTile], dlse[kTile];
     for (int r = 0; r < kTile; ++r) {
@@ -111,47 +106,46 @@ class Mutual : HeadTiles<T> {
     }
     const int own = b.token[0] / kTile;
     if (head_.itself) {
-      Base::scale_staged(residual, b.count);
-      pack_rows<T>(staging_, width, width_, b.count, own_dout_rows_);
+      tiles_.scale_staged(residual, b.count);
+      pack_rows<T>(tiles_.staging, width, tiles_.row_width, b.count, own_dout_rows_);
     }
-    float* const out = share_ + static_cast<int64_t>(b.token[0]) * width_;
-    for (int j = 0; j < (head_.itself ? own + 1 : keys_.blocks); ++j) {
-      compute_weights<T>(weigh(b, panel, j), weights_);
+    float* const out = share_ + static_cast<int64_t>(b.token[0]) * tiles_.row_width;
+    for (int j = 0; j < (head_.itself ? own + 1 : tiles_.keys.blocks); ++j) {
+      weights_.compute(tiles_.row_scores(b, panel, j));
       ScoreGradients g = {};
       // The terms of the columns as queries come first: the ratio is theirs.
       g.row = {panel, own_dout_panel_, ones_, dlse, delta};
-      g.column = {key_panels_ + panel_at(j), dout_panels_ + panel_at(j), ones_, dlse_ + j * kTile, delta_ + j * kTile};
-      g.words = words_;
+      g.column = {tiles_.key_panels + tiles_.panel_at(j), dout_panels_ + tiles_.panel_at(j), ones_, dlse_ + j * kTile,
+                  delta_ + j * kTile};
+      g.words = tiles_.words;
       g.rows = b.count;
       g.columns = b.columns(j);
-      g.weights = T::kPair == 1 ? weights_.by_row : exact_;
+      g.weights = weights_.exact();
       g.row_scale = row_scale;
       g.row_ratio = row_ratio;
       g.column_ratio = ratio_ + j * kTile;
       compute_gradients<T, true>(g, gradients_);
-      accumulate<T, Order::rows>(out, width_, g.rows, g.columns, weights_, dout_rows_ + rows_at(j), value_factor,
-                                 &gradients_, keys_rows_ + rows_at(j), ahead_);
+      accumulate<T, Order::rows>(out, tiles_.row_width, g.rows, g.columns, weights_.operand,
+                                 dout_rows_ + tiles_.rows_at(j), value_factor, &gradients_,
+                                 keys_rows_ + tiles_.rows_at(j), tiles_.ahead);
       if (head_.itself && j < own) {
-        accumulate<T, Order::columns>(share_ + static_cast<int64_t>(j) * kTile * width_, width_, g.columns, g.rows,
-                                      weights_, own_dout_rows_, nullptr, &gradients_, keys_rows_ + rows_at(own),
-                                      ahead_);
+        accumulate<T, Order::columns>(share_ + static_cast<int64_t>(j) * kTile * tiles_.row_width, tiles_.row_width,
+                                      g.columns, g.rows, weights_.operand, own_dout_rows_, nullptr, &gradients_,
+                                      keys_rows_ + tiles_.rows_at(own), tiles_.ahead);
       }
     }
   }
 
-  Scores weigh(const Block& b, const float* panel, int j) {
-    Scores s = Base::row_scores(b, panel, j);
-    s.exact = T::kPair == 1 ? nullptr : exact_;
-    return s;
-  }
-
+  const MssaProblem& p_;
+  const MssaHead& head_;
+  HeadTiles<T> tiles_;
   const MssaHead& columns_;
   const float middle_;
   float* share_;
   float *keys_rows_, *dout_panels_, *dout_rows_, *delta_, *dlse_, *ratio_, *own_dout_panel_, *own_dout_rows_;
   alignas(64) float ones_[kTile];
-  alignas(64) float exact_[T::kPair == 1 ? 1 : kTile * kTile];
-  WeightTile<T> weights_, gradients_;
+  TileWeights<T> weights_;
+  WeightTile<T> gradients_;
 };
 
 template <class T>
@@ -164,7 +158,7 @@ void mssa_rectangular_backward(const MssaProblem& p, const MssaHead& rows, const
   LseExtent extent;
   extent.add(rows, p.dtype);
   extent.add(columns, p.dtype);
-  const bool all_see = hides_none(p.mask) && rows.keep == nullptr && columns.keep == nullptr && !p.dropout;
+  const bool all_see = hides_none(p.mask) && rows.key_mask == nullptr && columns.key_mask == nullptr && !p.dropout;
   if (all_see && extent.safe()) {
     Mutual<T>(p, rows, columns, part, parts, 0.5f * (extent.least + extent.most)).run(arena, share.as_query);
   } else if (rows.itself) {

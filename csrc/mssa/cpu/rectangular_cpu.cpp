@@ -44,7 +44,7 @@ MssaHead meet(const TokenRange& queries, const TokenRange& keys, bool itself, in
   head.w = view(queries.w, false, b, h, 0);
   head.keys = view(keys.w, false, b, h, 0);
   if (queries.dout != nullptr) head.dout = view(*queries.dout, false, b, h, 0);
-  if (keys.mask.has_value()) head.keep = static_cast<const uint8_t*>(keys.mask->data_ptr()) + b * keys.tokens();
+  if (keys.mask.has_value()) head.key_mask = static_cast<const uint8_t*>(keys.mask->data_ptr()) + b * keys.tokens();
   head.lse = floats(queries.lse);
   head.delta = floats(queries.delta);
   head.dlse = floats(queries.dlse);

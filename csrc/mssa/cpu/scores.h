@@ -19,12 +19,12 @@ CRATE_INLINE float total_of(const TileSums& sums, int64_t token) {
   return sum(load(sums.row + token * kLanes)) + sums.column[token];
 }
 // The totals of up to kTile tokens.
-CRATE_INLINE void totals_of(const TileSums& of, int64_t token, int count, float* total) {
+CRATE_INLINE void totals_of(const TileSums& tile_sums, int64_t token, int count, float* total) {
   for (int n = 0; n < count; n += kLanes) {
     Vf rows[kLanes];
 #pragma GCC unroll 16
-    for (int r = 0; r < kLanes; ++r) rows[r] = load(of.row + (token + n + r) * kLanes);
-    store(total + n, sums(rows) + load(of.column + token + n));
+    for (int r = 0; r < kLanes; ++r) rows[r] = load(tile_sums.row + (token + n + r) * kLanes);
+    store(total + n, sums(rows) + load(tile_sums.column + token + n));
   }
 }
 // The destination of a pair's sums: partial sums of its rows; sums of its columns in `column`, for add_columns.
@@ -168,6 +168,22 @@ void compute_weights(const Scores& s, WeightTile<T>& weights) {
   });
   weights.complete(s.rows, s.columns, s.symmetric);
 }
+
+// The weights of a tile as products take them, and before they are rounded.
+template <class T>
+class TileWeights {
+ public:
+  void compute(Scores s) {
+    s.exact = T::kPair == 1 ? nullptr : exact_;
+    compute_weights<T>(s, operand);
+  }
+  const float* exact() const { return T::kPair == 1 ? operand.by_row : exact_; }
+
+  WeightTile<T> operand;
+
+ private:
+  alignas(64) float exact_[T::kPair == 1 ? 1 : kTile * kTile];
+};
 
 // maxima[r] = max(maxima[r], factor * w_r . w_j) over the columns the row may see; kLanes partial maxima per row.
 template <class T>

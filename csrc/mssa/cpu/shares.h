@@ -16,19 +16,19 @@ void mssa_combine(const MssaProblem& p, const MssaHead& head, int parts, const f
   const int64_t size = crate_kernels::mssa_partial_size(head.nkeys, p.head_dim);
   const int width = padded_dim(p.head_dim);
   int64_t rank = 0;
-  for (int64_t t = 0; t < begin; ++t) rank += KeyList::kept(head, t);
+  for (int64_t t = 0; t < begin; ++t) rank += KeyList::is_key(head, t);
   for (int64_t t = begin; t < end; ++t) {
-    const bool kept = KeyList::kept(head, t);
+    const bool is_key = KeyList::is_key(head, t);
     alignas(64) float row[256] = {};
     for (int part = 0; part < parts; ++part) {
       const MssaShares s = shares(p, head.nkeys, const_cast<float*>(partial) + part * size);
       for (int d = 0; d < width; d += kLanes) {
         Vf total = load(row + d) + load(s.as_query + t * width + d);
-        if (kept) total += load(s.as_key + rank * width + d);
+        if (is_key) total += load(s.as_key + rank * width + d);
         store(row + d, total);
       }
     }
-    rank += kept;
+    rank += is_key;
     write_row(element(head.dw, t, p.result), p.result, head.dw.dim_stride, p.head_dim, row);
   }
 }

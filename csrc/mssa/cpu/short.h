@@ -27,14 +27,8 @@ CRATE_INLINE Vd load_double(const float* p) {
 }
 
 template <class T>
-class ShortHead : public HeadTiles<T> {
-  using Base = HeadTiles<T>;
-
- protected:
-  using Base::key_panels_, Base::staging_, Base::p_, Base::head_, Base::keys_, Base::width_;
-  using Base::panel_at, Base::rows_at;
-
-  using Base::Base;
+struct ShortHead {
+  ShortHead(const MssaProblem& p, const MssaHead& head, int part, int parts) : tiles(p, head, part, parts) {}
 
   // True if the scores of a head's own tokens give all that is needed.
   static bool serves(const MssaProblem& p, const MssaHead& head, int parts) {
@@ -42,55 +36,55 @@ class ShortHead : public HeadTiles<T> {
   }
 
   void cut(Scratch& s) {
-    const int64_t padded = round_up(head_.nkeys, kTile);
-    Base::cut(s);
-    key_rows_ = s.floats(padded / T::kPair * width_);
-    out_ = s.floats(padded * width_);
-    weights_ = s.floats(padded * padded);
-    kept_ = s.ints(padded);
+    const int64_t padded = round_up(tiles.head.nkeys, kTile);
+    tiles.cut(s);
+    key_rows = s.floats(padded / T::kPair * tiles.row_width);
+    out = s.floats(padded * tiles.row_width);
+    weights = s.floats(padded * padded);
+    key_lanes = s.ints(padded);
   }
 
   // Numbers all tokens as keys. Padded ones attend, so they keep their places, and are masked as keys.
   void find_tokens() {
-    MssaHead all = head_;
-    all.keep = nullptr;
-    keys_.find(all);
-    for (int t = 0; t < keys_.count; ++t) kept_[t] = -static_cast<int32_t>(KeyList::kept(head_, t));
+    MssaHead all = tiles.head;
+    all.key_mask = nullptr;
+    tiles.keys.find(all);
+    for (int t = 0; t < tiles.keys.count; ++t) key_lanes[t] = -static_cast<int32_t>(KeyList::is_key(tiles.head, t));
   }
 
   // Packs block b of a view as a panel and as rows.
   void pack(const MssaView& view, int b, float* panels, float* rows) {
     constexpr bool kStaged = T::kPair == 1;  // staged rows are packed rows
-    const int64_t width = kStaged ? width_ : staging_width(p_.head_dim);
-    const int count = in_block(keys_.count, b);
-    float* const staged = kStaged ? rows + rows_at(b) : staging_;
+    const int64_t width = kStaged ? tiles.row_width : staging_width(tiles.p.head_dim);
+    const int count = in_block(tiles.keys.count, b);
+    float* const staged = kStaged ? rows + tiles.rows_at(b) : tiles.staging;
     if (view.data == nullptr) {
       memset(staged, 0, round_up(count, kLanes) * width * sizeof(float));
     } else {
-      stage(view, p_.dtype, p_.head_dim, keys_.token + b * kTile, count, nullptr, width, staged);
+      stage(view, tiles.p.dtype, tiles.p.head_dim, tiles.keys.token + b * kTile, count, nullptr, width, staged);
     }
-    pack_panel<T>(staged, width, p_.head_dim, count, panels + panel_at(b));
-    if (!kStaged) pack_rows<T>(staged, width, width_, count, rows + rows_at(b));
+    pack_panel<T>(staged, width, tiles.p.head_dim, count, panels + tiles.panel_at(b));
+    if (!kStaged) pack_rows<T>(staged, width, tiles.row_width, count, rows + tiles.rows_at(b));
   }
 
   // Calls body(j, vectors in a row) for the tiles of which block i sees some.
   template <class Body>
   void for_each_tile(int i, const Body& body) const {
-    for (int j = blocks_[i].tiles.first; j < blocks_[i].tiles.stop; ++j) {
-      body(j, (in_block(keys_.count, j) + kLanes - 1) / kLanes);
+    for (int j = blocks[i].tiles.first; j < blocks[i].tiles.stop; ++j) {
+      body(j, (in_block(tiles.keys.count, j) + kLanes - 1) / kLanes);
     }
   }
 
-  int64_t tile_at(int i, int j) const { return (static_cast<int64_t>(i) * keys_.blocks + j) * kTile * kTile; }
-  bool sees_some(int i, int j) const { return blocks_[i].tiles.first <= j && j < blocks_[i].tiles.stop; }
+  int64_t tile_at(int i, int j) const { return (static_cast<int64_t>(i) * tiles.keys.blocks + j) * kTile * kTile; }
+  bool sees_some(int i, int j) const { return blocks[i].tiles.first <= j && j < blocks[i].tiles.stop; }
 
   // The lanes of the vector at column j of a tile that row r sees.
   CRATE_INLINE Vi open(const Scores& s, int r, int j) const {
     Vi lanes = seen(s, r, j);
-    if (head_.keep != nullptr) {
-      Vi kept;
-      memcpy(&kept, kept_ + s.start + j, sizeof kept);
-      lanes &= kept;
+    if (tiles.head.key_mask != nullptr) {
+      Vi keys;
+      memcpy(&keys, key_lanes + s.start + j, sizeof keys);
+      lanes &= keys;
     }
     return lanes;
   }
@@ -99,7 +93,7 @@ class ShortHead : public HeadTiles<T> {
   bool is_open(const Scores& s, int r, int j) const {
     if (s.first == nullptr) return true;
     const int key = s.start + j;
-    return s.first[r] <= key && key < s.stop[r] && kept_[key] != 0;
+    return s.first[r] <= key && key < s.stop[r] && key_lanes[key] != 0;
   }
 
   // Calls body(products of rows r0.. and columns j0.., Int<rows>, r0, Int<columns>, j0) for the vectors of a tile.
@@ -117,23 +111,23 @@ class ShortHead : public HeadTiles<T> {
   }
 
   Scores tile_scores(int i, int j) const {
-    Scores s = Base::row_scores(blocks_[i], key_panels_ + panel_at(i), j);
-    if (head_.keep != nullptr && s.first == nullptr) {
-      s.first = blocks_[i].first;
-      s.stop = blocks_[i].stop;
+    Scores s = tiles.row_scores(blocks[i], tiles.key_panels + tiles.panel_at(i), j);
+    if (tiles.head.key_mask != nullptr && s.first == nullptr) {
+      s.first = blocks[i].first;
+      s.stop = blocks[i].stop;
       s.start = j * kTile;
     }
     return s;
   }
 
   // find_bounds(), in a few stores where no row differs.
-  void find_spans(Block& b) const {
-    if (!hides_none(p_.mask)) return Base::find_bounds(b);
-    b.any = b.all = {0, keys_.count};
-    b.tiles = {0, keys_.blocks};
+  void find_spans(QueryBlock& b) const {
+    if (!hides_none(tiles.p.mask)) return tiles.find_bounds(b);
+    b.any = b.all = {0, tiles.keys.count};
+    b.tiles = {0, tiles.keys.blocks};
     for (int r = 0; r < kTile; ++r) {
       b.first[r] = 0;
-      b.stop[r] = keys_.count;
+      b.stop[r] = tiles.keys.count;
     }
   }
 
@@ -145,7 +139,7 @@ class ShortHead : public HeadTiles<T> {
   }
 
   // Rows after the last, to whole groups of exponentials, have weights of 0.
-  static void shift_by(const float* maxima, Block& b) {
+  static void shift_by(const float* maxima, QueryBlock& b) {
     for (int r = 0; r < round_up(b.count, kRowsAtOnce); ++r) {
       const float largest = r < b.count ? max(load(maxima + r * kLanes)) : 0.0f;
       b.shift[r] = largest == -INFINITY ? kNoKeys : largest;
@@ -154,11 +148,11 @@ class ShortHead : public HeadTiles<T> {
 
   // The first row of the only block whose scores are summed in double; b.count: none. A row has a tall score if its
   // maximum is, or with a scale below 0 its token's with itself. No row depends on tokens that it does not see.
-  int first_exact(const Block& b) const {
+  int first_exact(const QueryBlock& b) const {
     for (int r = 0; r < b.count; ++r) {
-      const float own = weights_[r * kTile + r];
+      const float own = weights[r * kTile + r];
       if ((b.shift[r] >= kTallScore && b.shift[r] != kNoKeys) || (own <= -kTallScore && own != -INFINITY)) {
-        return hides_none(p_.mask) ? 0 : r;
+        return hides_none(tiles.p.mask) ? 0 : r;
       }
     }
     return b.count;
@@ -166,7 +160,7 @@ class ShortHead : public HeadTiles<T> {
 
   // Makes the scores of the only tile's rows from `first` on again, each rounded once.
   void score_exactly(int first, float* maxima) {
-    const Block& b = blocks_[0];
+    const QueryBlock& b = blocks[0];
     const Scores s = tile_scores(0, 0);
     for (int n = first * kLanes; n < b.count * kLanes; n += kLanes) store(maxima + n, splat(-INFINITY));
     for (int r = first; r < b.count; r += kRowsAtOnce) {
@@ -175,8 +169,8 @@ class ShortHead : public HeadTiles<T> {
       exact_products(s, s.query_panel, r, products);
       for (int k = 0; k < kRowsAtOnce && r + k < b.count; ++k) {
         const int columns = round_up(s.columns, kLanes);
-        for (int n = 0; n < columns; ++n) scores[n] = static_cast<float>(p_.scale * products[k][n]);
-        for (int n = 0; n < columns; n += kLanes) put_score(s, load(scores + n), r + k, n, weights_, maxima);
+        for (int n = 0; n < columns; ++n) scores[n] = static_cast<float>(tiles.p.scale * products[k][n]);
+        for (int n = 0; n < columns; n += kLanes) put_score(s, load(scores + n), r + k, n, weights, maxima);
       }
     }
   }
@@ -203,9 +197,9 @@ class ShortHead : public HeadTiles<T> {
 
   // Makes the weights of block i, and their sums.
   void weigh(int i) {
-    Block& b = blocks_[i];
-    b.count = in_block(keys_.count, i);
-    memcpy(b.token, keys_.token + i * kTile, b.count * sizeof(int32_t));
+    QueryBlock& b = blocks[i];
+    b.count = in_block(tiles.keys.count, i);
+    memcpy(b.token, tiles.keys.token + i * kTile, b.count * sizeof(int32_t));
     find_spans(b);
     alignas(64) float maxima[kTile * kLanes], sums[kTile * kLanes];
     for (int n = 0; n < round_up(b.count, kRowsAtOnce) * kLanes; n += kLanes) {
@@ -214,23 +208,23 @@ class ShortHead : public HeadTiles<T> {
     }
     for_each_tile(i, [&](int j, int) {
       const Scores s = tile_scores(i, j);
-      float* const tile = weights_ + tile_at(i, j);
+      float* const tile = weights + tile_at(i, j);
       multiply_tile(s, s.query_panel, [&](auto& x, int r0, int j0) CRATE_LAMBDA {
         for_each_vector(x, [&](Vf& score, int r, int v) CRATE_LAMBDA {
-          score = rounded(score * static_cast<float>(p_.scale));
+          score = rounded(score * static_cast<float>(tiles.p.scale));
           put_score(s, score, r0 + r, j0 + v * kLanes, tile, maxima);
         });
       });
     });
     shift_by(maxima, b);
-    const int first = p_.dtype == Dtype::f32 && keys_.count <= kFewTokens ? first_exact(b) : b.count;
-    exact_ = first < b.count;
-    if (exact_) {
+    const int first = tiles.p.dtype == Dtype::f32 && tiles.keys.count <= kFewTokens ? first_exact(b) : b.count;
+    in_double = first < b.count;
+    if (in_double) {
       score_exactly(first, maxima);
       shift_by(maxima, b);
     }
     for_each_tile(i, [&](int j, int vectors) {
-      float* const tile = weights_ + tile_at(i, j);
+      float* const tile = weights + tile_at(i, j);
       for (int n = 0; n < vectors * kLanes; n += kLanes) {
         for (int r = b.count; r < round_up(b.count, kRowsAtOnce); ++r) store(tile + r * kTile + n, splat(-INFINITY));
         for (int r = 0; r < b.count; r += kRowsAtOnce) {
@@ -253,29 +247,30 @@ class ShortHead : public HeadTiles<T> {
   // Makes the left operand of products with the values from a tile's weights, and adds the rounded ones to `sums`, by
   // row; null: not wanted.
   void put_weights(int i, int j, float* sums) {
-    const int rows = blocks_[i].count, columns = blocks_[j].count;
-    const float* const from = weights_ + tile_at(i, j);
+    const int rows = blocks[i].count, columns = blocks[j].count;
+    const float* const from = weights + tile_at(i, j);
     for_groups<T>(rows, columns, false, [&](auto height, int r0, auto width, int v0) CRATE_LAMBDA {
       Vf x[decltype(height)::value][decltype(width)::value];
       for_each_vector(x,
                       [&](Vf& e, int r, int v) CRATE_LAMBDA { e = load(from + (r0 + r) * kTile + (v0 + v) * kLanes); });
-      tile_.put(x, r0, v0);
+      operand.put(x, r0, v0);
       if (sums == nullptr) return;
       for_each_vector(x, [&](Vf& e, int r, int) CRATE_LAMBDA {
         float* const total = sums + (r0 + r) * kLanes;
         store(total, load(total) + e);
       });
     });
-    tile_.complete(rows, columns, false);
+    operand.complete(rows, columns, false);
   }
 
-  Block blocks_[kShortBlocks];  // power: the sums of weights
-  float* key_rows_;
-  float* out_;
-  float* weights_;  // of all tiles: scores, then weights
-  bool exact_;      // some scores were summed in double
-  int32_t* kept_;   // by token: all bits of a key's, or none
-  WeightTile<T> tile_;
+  HeadTiles<T> tiles;
+  QueryBlock blocks[kShortBlocks];  // power: the sums of weights
+  float* key_rows;
+  float* out;
+  float* weights;         // of all tiles: scores, then weights
+  bool in_double;         // some scores were summed in double
+  int32_t* key_lanes;     // by token: all bits of a key's, or none
+  WeightTile<T> operand;  // of a tile's weights
 };
 
 }  // namespace

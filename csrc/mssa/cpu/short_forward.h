@@ -13,38 +13,36 @@ template <class T>
 constexpr int kShortForward = T::kPair == 1 ? 32 : kTile;
 
 template <class T>
-class ShortForward : ShortHead<T> {
-  using Base = ShortHead<T>;
-  using Base::blocks_, Base::key_rows_, Base::out_, Base::tile_;
-  using Base::key_panels_, Base::p_, Base::head_, Base::keys_, Base::width_, Base::rows_at, Base::ahead_;
-
+class ShortForward {
  public:
-  using Base::Base;
+  ShortForward(const MssaProblem& p, const MssaHead& head, int part, int parts) : short_(p, head, part, parts) {}
 
   static bool serves(const MssaProblem& p, const MssaHead& head, int parts) {
-    const int most = hides_none(p.mask) && head.keep == nullptr ? kShortForward<T> : kTile;
+    const int most = hides_none(p.mask) && head.key_mask == nullptr ? kShortForward<T> : kTile;
     // The backward of a range takes scores in bits, and so needs lse of scores that were rounded in bits.
-    return Base::serves(p, head, parts) && head.nkeys <= most && !p.range;
+    return ShortHead<T>::serves(p, head, parts) && head.nkeys <= most && !p.range;
   }
 
   void run(Arena& arena) {
-    cut_arena(arena, [this](Scratch& s) { Base::cut(s); });
-    Base::fetch_ahead(head_.out, {&MssaHead::w});
-    Base::find_tokens();
-    for (int b = 0; b < keys_.blocks; ++b) Base::pack(head_.keys, b, key_panels_, key_rows_);
-    for (int i = 0; i < keys_.blocks; ++i) attend(i);
+    HeadTiles<T>& tiles = short_.tiles;
+    cut_arena(arena, [this](Scratch& s) { short_.cut(s); });
+    tiles.fetch_ahead(tiles.head.out, {&MssaHead::w});
+    short_.find_tokens();
+    for (int b = 0; b < tiles.keys.blocks; ++b) short_.pack(tiles.head.keys, b, tiles.key_panels, short_.key_rows);
+    for (int i = 0; i < tiles.keys.blocks; ++i) attend(i);
   }
 
  private:
   void attend(int i) {
-    Base::weigh(i);
-    const Block& b = blocks_[i];
-    memset(out_, 0, b.count * width_ * sizeof(float));
+    HeadTiles<T>& tiles = short_.tiles;
+    short_.weigh(i);
+    const QueryBlock& b = short_.blocks[i];
+    memset(short_.out, 0, b.count * tiles.row_width * sizeof(float));
     alignas(64) float sums[T::kPair == 1 ? 1 : kTile * kLanes] = {};
     for (int j = b.tiles.first; j < b.tiles.stop; ++j) {
-      Base::put_weights(i, j, T::kPair == 1 ? nullptr : sums);
-      accumulate<T, Order::rows>(out_, width_, b.count, b.columns(j), tile_, key_rows_ + rows_at(j), nullptr, nullptr,
-                                 nullptr, ahead_);
+      short_.put_weights(i, j, T::kPair == 1 ? nullptr : sums);
+      accumulate<T, Order::rows>(short_.out, tiles.row_width, b.count, b.columns(j), short_.operand,
+                                 short_.key_rows + tiles.rows_at(j), nullptr, nullptr, nullptr, tiles.ahead);
     }
     alignas(64) float totals[kTile];
     double shifts[kTile];
@@ -52,8 +50,10 @@ class ShortForward : ShortHead<T> {
       totals[r] = T::kPair == 1 ? b.power[r] : sum(load(sums + r * kLanes));
       shifts[r] = b.shift[r] * kLog2e;
     }
-    write_results(p_, head_, width_, {b.token, b.count, out_, totals, b.power, shifts});
+    write_results(tiles.p, tiles.head, tiles.row_width, {b.token, b.count, short_.out, totals, b.power, shifts});
   }
+
+  ShortHead<T> short_;
 };
 
 }  // namespace

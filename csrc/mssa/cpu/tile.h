@@ -109,8 +109,8 @@ class ChannelProducts {
       : left_(left), right_(right), words_(words) {
     if constexpr (T::kMatrix) {
       const int64_t line = line_words(words);
-      const Factors factors = {left + lines_at(words), right, line, kTile, static_cast<int>(line / kLanes)};
-      T::multiply(factors, rows, columns, products_, kTile);
+      const AmxOperands operands = {left + lines_at(words), right, line, kTile, static_cast<int>(line / kLanes)};
+      T::multiply(operands, rows, columns, products_, kTile);
     }
   }
 

@@ -4,7 +4,7 @@
 // With dropout, out is rounded as factor * w_j if one weight makes up its row. The backward subtracts delta from factor
 // * dout_i.w_j, and s_ij multiplies the rounding error. So delta_i = sum_j P_ij R_ij dout_i.w_j is then summed from the
 // products that it is subtracted from, by an online softmax, whose largest weight is exactly 1. So it is without, in
-// blocks with a row where the rounding of out would show in dw: ../cpu/measure.h has the measure of it.
+// blocks with a row where the rounding of out would show in dw: ../cpu/row_stats.h has the measure of it.
 #pragma once
 
 #include "mma_rows.cuh"

@@ -1,5 +1,5 @@
 // The rounding of out that a gradient bears: what the backwards without dropout ask of 16-bit rows.
-// ../cpu/measure.h has the measure of it.
+// ../cpu/row_stats.h has the measure of it.
 #pragma once
 
 namespace crate_kernels::mssa {

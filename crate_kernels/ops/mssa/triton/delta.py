@@ -8,7 +8,7 @@ subtracts delta from ``factor g_i.w_j``, and what the rounding took is multiplie
 from the products that it is subtracted from, by an online softmax, whose largest weight is exactly 1: two products per
 tile more than the five of the main kernel. So it is of fp32 tokens with few keys, and of fp16 ones that a tiny scale
 multiplies: they may be so large that g_i . out_i is mostly the rounding of out. Of other 16-bit tokens so are the rows
-where that rounding would show in dw, by blocks: csrc/mssa/cpu/measure.h has the measure of it.
+where that rounding would show in dw, by blocks: csrc/mssa/cpu/row_stats.h has the measure of it.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false

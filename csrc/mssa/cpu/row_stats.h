@@ -34,45 +34,40 @@ constexpr float kDeviation = 0.2f;
 constexpr int kFewKeys = 16;
 
 // Above that height a row of fp32 may take delta from out as well if one weight is not nearly all of it, or is its own,
-// and a difference below an ulp is the rounding of out. Tall rows and short sequences are measured all the same:
+// and a difference below an ulp is the rounding of out. Tall rows and short sequences are recomputed all the same:
 // eager's gradient is often exact there, and they cost little.
 constexpr float kMostlyOwn = -1.0f;  // least weight, in bits, of a row that is mostly its own token
 constexpr float kMostScore = 32.0f;  // largest |w|^2 scale, in bits
 constexpr int kLeastKeys = 128;
 constexpr float kUlp = 0x1p-23f;
-// Largest |w|^2 scale / 2, in bits, of a pair form with measured rows.
+// Largest |w|^2 scale / 2, in bits, of a pair form with recomputed rows.
 constexpr float kTallestPairs = 12.0f;
 
 // What a row may take from the forward's results: l from lse and delta from out, one of them alone, or nothing. Rows
-// without delta are measured.
-enum class RowStats : int32_t { from_forward, delta_only, sum_only, recompute };
+// without delta are recomputed.
+enum class StatsSource : int32_t { forward, delta_only, sum_only, recompute };
 
-constexpr bool needs_recompute(RowStats stats) {
-  return stats == RowStats::sum_only || stats == RowStats::recompute;
+constexpr bool needs_recompute(StatsSource source) {
+  return source == StatsSource::sum_only || source == StatsSource::recompute;
 }
 
+// 1 / l and delta of the rows of one head. Computes tiles in `weights`, which the gradients use between its calls.
 template <class T>
-class Measure : public HeadTiles<T> {
-  using Base = HeadTiles<T>;
+class RowStats {
+ public:
+  RowStats(HeadTiles<T>& tiles, TileWeights<T>& weights)
+      : p_(tiles.p), head_(tiles.head), tiles_(tiles), weights_(weights) {}
 
- protected:
-  using Base::key_panels_, Base::query_panel_, Base::half_norm_, Base::mass_, Base::staging_, Base::dropout_, Base::p_,
-      Base::head_, Base::keys_, Base::words_, Base::factor_, Base::panel_at;
-
-  using Base::Base;
-
-  void cut(Scratch& s, int64_t dout_panels) {
+  void cut(Scratch& s) {
     const int64_t padded = round_up(head_.nkeys, kTile), panel = panel_size<T>(p_.head_dim);
-    Base::cut(s);
-    dout_panels_ = s.floats(dout_panels * panel);
+    dout_panel_ = s.floats(panel);
     out_panel_ = s.floats(panel);
     out_ = s.floats(kTile * staging_width(p_.head_dim));
     tokens_ = s.floats(kTile * staging_width(p_.head_dim));
-    row_stats_ = reinterpret_cast<RowStats*>(s.ints(padded));
-    shift_ = s.floats(padded);
-    sum_ = s.floats(padded);
-    delta_ = s.floats(padded);
-    exact_ = s.floats(T::kPair == 1 ? 0 : kTile * kTile);
+    row_source = reinterpret_cast<StatsSource*>(s.ints(padded));
+    row_shift = s.floats(padded);
+    row_sum = s.floats(padded);
+    row_delta = s.floats(padded);
   }
 
   // Says what a token that sees `num_keys` keys may take; `max_half_norm` is the largest |h| of the keys.
@@ -80,48 +75,49 @@ class Measure : public HeadTiles<T> {
   // In fp32 it may take delta if no other token has half of its weight. The entropy of a row is lse - scale w . out,
   // and with a half on one key at most that of a half spread over all. Of an lse above kSafeHeight, which another token
   // may give to a row of low score, rounding would leave no entropy, nor weights that can be summed.
-  RowStats classify_row(int32_t token, int num_keys, float max_half_norm) const {
+  StatsSource classify_row(int32_t token, int num_keys, float max_half_norm) const {
     const float lse = head_.lse[token], limit = trusted_height(p_.dropout);
-    if (lse == -INFINITY) return RowStats::from_forward;
+    if (lse == -INFINITY) return StatsSource::forward;
     const bool is_f32 = p_.dtype == Dtype::f32, sum = fabsf(lse) <= trusted_lse(p_.dtype);
-    if (!(fabsf(lse) < INFINITY) || (is_f32 ? keys_.count <= kFewKeys : !sum)) return RowStats::recompute;
-    if (!is_f32 && !p_.dropout) return row_stats_[token];
+    if (!(fabsf(lse) < INFINITY) || (is_f32 ? tiles_.keys.count <= kFewKeys : !sum)) return StatsSource::recompute;
+    if (!is_f32 && !p_.dropout) return row_source[token];
     const int64_t width = staging_width(p_.head_dim);
     read(head_.w, token, tokens_);
-    const float score = factor_ * row_dot(tokens_, tokens_, width);
+    const float score = tiles_.score_factor * row_dot(tokens_, tokens_, width);
     bool delta = fmaxf(max_half_norm, 0.5f * fabsf(score)) <= limit;
-    const bool low = fabsf(score) <= kMostScore && fabsf(bits(lse)) <= kSafeHeight && keys_.count >= kLeastKeys;
+    const bool low = fabsf(score) <= kMostScore && fabsf(bits(lse)) <= kSafeHeight && tiles_.keys.count >= kLeastKeys;
     if (!delta && low && is_f32 && !p_.dropout) {
       read(head_.out, token, out_);
-      const float entropy = bits(lse) - factor_ * row_dot(tokens_, out_, width);
+      const float entropy = bits(lse) - tiles_.score_factor * row_dot(tokens_, out_, width);
       delta = mostly_own(token, score) || entropy >= 1.0f + 0.5f * log2f(static_cast<float>(num_keys));
     }
-    return !delta ? RowStats::recompute : sum ? RowStats::from_forward : RowStats::delta_only;
+    return !delta ? StatsSource::recompute : sum ? StatsSource::forward : StatsSource::delta_only;
   }
 
-  // Says of 16-bit rows whether they may take delta from out, as far as its rounding goes. Sets row_stats_.
+  // Says of 16-bit rows whether they may take delta from out, as far as its rounding goes. Sets row_source.
   void find_rounding() {
-    for (int64_t t = 0; t < head_.seqlen; ++t) row_stats_[t] = RowStats::from_forward;
+    for (int64_t t = 0; t < head_.seqlen; ++t) row_source[t] = StatsSource::forward;
     if (head_.dout.data == nullptr) return;
     Magnitudes most_of = {};
     for (int32_t first = 0; first < head_.seqlen; first += kLanes) {
       Vf squares[kLanes];
       for (int n = 0; n < kLanes; ++n) squares[n] = first + n < head_.seqlen ? squares_of(first + n, most_of) : Vf{};
-      store(delta_ + first, sums(squares));
+      store(row_delta + first, sums(squares));
     }
     const float scale = static_cast<float>(fabs(p_.scale)), most = kMostRounding * max(as_float(most_of.dout)),
                 high = scale * max(as_float(most_of.out));
     int tallest = -1;
     for (int32_t t = 0; t < head_.seqlen; ++t) {
-      if (!(high * high * delta_[t] > most * most)) continue;
+      if (!(high * high * row_delta[t] > most * most)) continue;
       Magnitudes own = {};
       squares_of(t, own);
-      const float rounding = scale * max(as_float(own.out)) * sqrtf(delta_[t]);
+      const float rounding = scale * max(as_float(own.out)) * sqrtf(row_delta[t]);
       if (!(rounding > most)) continue;
-      for (int k = tallest < 0 ? 0 : keys_.count; k < keys_.count; ++k) {
-        if (tallest < 0 || half_norm_[k] > half_norm_[tallest]) tallest = k;
+      for (int k = tallest < 0 ? 0 : tiles_.keys.count; k < tiles_.keys.count; ++k) {
+        if (tallest < 0 || tiles_.half_norms[k] > tiles_.half_norms[tallest]) tallest = k;
       }
-      if (tallest < 0 || !is_one_token(t, keys_.token[tallest], most / rounding)) row_stats_[t] = RowStats::sum_only;
+      if (tallest < 0 || !is_one_token(t, tiles_.keys.token[tallest], most / rounding))
+        row_source[t] = StatsSource::sum_only;
     }
   }
 
@@ -133,12 +129,12 @@ class Measure : public HeadTiles<T> {
     if (p_.dtype == Dtype::f32 && !p_.dropout) {
       stage(head_.w, p_.dtype, p_.head_dim, token, count, nullptr, width, tokens_);
       pack_panel<T>(tokens_, width, p_.head_dim, count, out_panel_);
-      dot_columns<T>(panel, out_panel_, words_, count, delta);
+      dot_columns<T>(panel, out_panel_, tiles_.words, count, delta);
       for (int n = 0; n < count; ++n) {
         float* const out = out_ + n * width;
         const float* const w = tokens_ + n * width;
         const float square = row_dot(w, w, width);
-        own[n] = mostly_own(token[n], factor_ * square);
+        own[n] = mostly_own(token[n], tiles_.score_factor * square);
         if (!own[n]) continue;
         for (int64_t d = 0; d < width; d += kLanes) store(out + d, load(out + d) - load(w + d));
         // Below an ulp the difference is the rounding of out.
@@ -146,7 +142,7 @@ class Measure : public HeadTiles<T> {
       }
     }
     pack_panel<T>(out_, width, p_.head_dim, count, out_panel_);
-    dot_columns<T>(panel, out_panel_, words_, count, rest);
+    dot_columns<T>(panel, out_panel_, tiles_.words, count, rest);
     for (int n = 0; n < kTile; ++n) {
       if (n < count && own[n]) continue;
       delta[n] = n < count ? rest[n] : 0.0f;
@@ -154,39 +150,38 @@ class Measure : public HeadTiles<T> {
     }
   }
 
-  // Recomputes rows: shift_, sum_ and delta_.
-  void recompute_row_stats(const int32_t* token, int count) {
-    Block b;
+  // Recomputes rows: row_shift, row_sum and row_delta.
+  void recompute(const int32_t* token, int count) {
+    QueryBlock b;
     start(b, token, count);
     alignas(64) float sums[kTile], deltas[kTile];
     stage_dout(b, nullptr);
-    weigh(b, query_panel_, sums, deltas);
+    weigh(b, tiles_.query_panel, sums, deltas);
     save_row_stats(b, sums, deltas);
   }
 
-  // The same for a dout that is multiplied by factor_of(token), which reads shift_ and sum_.
+  // The same for a dout that is multiplied by factor_of(token), which reads row_shift and row_sum.
   template <class Factor>
-  void recompute_row_stats(const int32_t* token, int count, const Factor& factor_of) {
-    Block b;
+  void recompute(const int32_t* token, int count, const Factor& factor_of) {
+    QueryBlock b;
     alignas(64) float sums[kTile], deltas[kTile] = {}, factor[kTile];
     for (float& sum : sums) sum = 1.0f;
-    if (start(b, token, count)) weigh(b, query_panel_, sums, nullptr);
+    if (start(b, token, count)) weigh(b, tiles_.query_panel, sums, nullptr);
     save_row_stats(b, sums, deltas);
     for (int r = 0; r < count; ++r) factor[r] = factor_of(token[r]);
     stage_dout(b, factor);
-    weigh(b, query_panel_, sums, deltas);
-    for (int r = 0; r < count; ++r) delta_[token[r]] = deltas[r] / sums[r];
+    weigh(b, tiles_.query_panel, sums, deltas);
+    for (int r = 0; r < count; ++r) row_delta[token[r]] = deltas[r] / sums[r];
   }
 
-  // Sums the weights of the rows of a block, and their deltas for the panel of dout at dout_panels_; null: not wanted.
-  void weigh(const Block& b, const float* queries, float* sums, float* deltas) {
+  // Sums the weights of the rows of a block, and their deltas for the panel of dout at dout_panel_; null: not wanted.
+  void weigh(const QueryBlock& b, const float* queries, float* sums, float* deltas) {
     alignas(64) float row_sums[kTile * kLanes] = {}, row_deltas[kTile * kLanes] = {};
     for (int j = b.tiles.first; j < b.tiles.stop; ++j) {
-      Scores s = Base::row_scores(b, queries, j);
-      s.exact = T::kPair == 1 ? nullptr : exact_;
+      Scores s = tiles_.row_scores(b, queries, j);
       wanted(s).row = sums == nullptr ? nullptr : row_sums;
-      compute_weights<T>(s, weights_);
-      if (deltas != nullptr) add_deltas<T>(score_gradients(b, j), row_deltas);
+      weights_.compute(s);
+      if (deltas != nullptr) add_deltas<T>(score_gradients(b, j, dout_panel_), row_deltas);
     }
     for (int r = 0; r < kTile; ++r) {
       const bool real = b.has_keys(r);
@@ -195,38 +190,35 @@ class Measure : public HeadTiles<T> {
     }
   }
 
-  // Sums of exact weights, where they are summed anew.
-  static TileSums& wanted(Scores& s) { return T::kPair == 1 ? s.sums : s.exact_sums; }
-
-  float* exact() { return T::kPair == 1 ? weights_.by_row : exact_; }
-
-  // The terms of tile j's gradients that do not depend on the rows' sums; `weights_` holds the tile's weights.
-  ScoreGradients score_gradients(const Block& b, int j) {
-    if (T::kPair == 1 && p_.dropout) dropout_factors(p_, head_, b.token, b.count, keys_.token + j * kTile, dropout_);
+  // The terms of tile j's gradients that do not depend on the rows' sums; weights_ has the tile's weights.
+  ScoreGradients score_gradients(const QueryBlock& b, int j, const float* dout_panel) const {
+    if (T::kPair == 1 && p_.dropout)
+      dropout_factors(p_, head_, b.token, b.count, tiles_.keys.token + j * kTile, tiles_.dropout);
     ScoreGradients g = {};
-    g.row.dout = dout_panels_;
-    g.column.w = key_panels_ + panel_at(j);
-    g.column.u = mass_ + j * kTile;
-    g.words = p_.threshold ? 0 : words_;
+    g.row.dout = dout_panel;
+    g.column.w = tiles_.key_panels + tiles_.panel_at(j);
+    g.column.mass = tiles_.masses + j * kTile;
+    g.words = p_.threshold ? 0 : tiles_.words;
     g.rows = b.count;
     g.columns = b.columns(j);
-    g.weights = exact();
-    g.dropout = p_.dropout ? dropout_ : nullptr;
+    g.weights = weights_.exact();
+    g.dropout = p_.dropout ? tiles_.dropout : nullptr;
     return g;
   }
 
-  static float bits(float nats) { return nats * static_cast<float>(kLog2e); }
-
-  float *dout_panels_, *out_panel_;
-  RowStats* row_stats_;           // by token, as are the next three, of rows that are measured
-  float *shift_, *sum_, *delta_;  // sum_: of the weights that are shifted so
-  float *out_, *tokens_, *exact_;
-  WeightTile<T> weights_;
+  // By token; the last three of rows that are recomputed.
+  StatsSource* row_source;
+  float *row_shift, *row_sum, *row_delta;  // row_sum: of the weights that are shifted so
 
  private:
+  static float bits(float nats) { return nats * static_cast<float>(kLog2e); }
+
+  // Sums of exact weights, where they are summed anew.
+  static TileSums& wanted(Scores& s) { return T::kPair == 1 ? s.sums : s.exact_sums; }
+
   // True if a token's weight for itself is half of its row or more; `score` is its score with itself, in bits.
   bool mostly_own(int32_t token, float score) const {
-    return head_.itself && KeyList::kept(head_, token) && score - bits(head_.lse[token]) >= kMostlyOwn;
+    return head_.itself && KeyList::is_key(head_, token) && score - bits(head_.lse[token]) >= kMostlyOwn;
   }
 
   // The largest |out_d| and |dout_d|, by lanes: as integers, whose maximum is one instruction.
@@ -270,48 +262,48 @@ class Measure : public HeadTiles<T> {
       return 2.0f * rest <= kDeviation * eps * share;
     };
     read(head_.w, token, tokens_);
-    if (KeyList::kept(head_, token) && is_all(factor_ * row_dot(tokens_, tokens_, width))) return true;
+    if (KeyList::is_key(head_, token) && is_all(tiles_.score_factor * row_dot(tokens_, tokens_, width))) return true;
     const Span seen = keys_of(p_.mask, {token, token + 1}, static_cast<int>(head_.nkeys));
-    if (!KeyList::kept(head_, tallest) || tallest < seen.first || tallest >= seen.stop) return false;
+    if (!KeyList::is_key(head_, tallest) || tallest < seen.first || tallest >= seen.stop) return false;
     read(head_.keys, tallest, out_);
-    return is_all(factor_ * row_dot(tokens_, out_, width));
+    return is_all(tiles_.score_factor * row_dot(tokens_, out_, width));
   }
 
   // Rows that are given their sum have lse as their shift, the others the maximum of their scores.
   // True if there are such others.
-  bool start(Block& b, const int32_t* token, int count) {
+  bool start(QueryBlock& b, const int32_t* token, int count) {
     b.count = count;
     memcpy(b.token, token, count * sizeof(int32_t));
-    Base::find_bounds(b);
+    tiles_.find_bounds(b);
     bool maxima = false;
     for (int r = 0; r < kTile; ++r) {
-      const bool has_sum = row_stats_[b.token[r]] == RowStats::sum_only;
+      const bool has_sum = row_source[b.token[r]] == StatsSource::sum_only;
       b.shift[r] = has_sum ? bits(head_.lse[b.token[r]]) : NAN;
       maxima = maxima || !has_sum;
     }
     const int64_t width = staging_width(p_.head_dim);
-    stage(head_.w, p_.dtype, p_.head_dim, b.token, count, nullptr, width, staging_);
-    pack_panel<T>(staging_, width, p_.head_dim, count, query_panel_);
-    if (maxima) Base::shift_by_maxima(b, query_panel_);
+    stage(head_.w, p_.dtype, p_.head_dim, b.token, count, nullptr, width, tiles_.staging);
+    pack_panel<T>(tiles_.staging, width, p_.head_dim, count, tiles_.query_panel);
+    if (maxima) tiles_.shift_by_maxima(b, tiles_.query_panel);
     return maxima;
   }
 
-  void stage_dout(const Block& b, const float* factor) {
+  void stage_dout(const QueryBlock& b, const float* factor) {
     const int64_t width = staging_width(p_.head_dim);
     if (head_.dout.data == nullptr) {
-      memset(dout_panels_, 0, panel_size<T>(p_.head_dim) * sizeof(float));
+      memset(dout_panel_, 0, panel_size<T>(p_.head_dim) * sizeof(float));
       return;
     }
-    stage(head_.dout, p_.dtype, p_.head_dim, b.token, b.count, factor, width, staging_);
-    pack_panel<T>(staging_, width, p_.head_dim, b.count, dout_panels_);
+    stage(head_.dout, p_.dtype, p_.head_dim, b.token, b.count, factor, width, tiles_.staging);
+    pack_panel<T>(tiles_.staging, width, p_.head_dim, b.count, dout_panel_);
   }
 
   // delta sums the very weights and products that it is subtracted from.
-  void save_row_stats(const Block& b, const float* sums, const float* deltas) {
+  void save_row_stats(const QueryBlock& b, const float* sums, const float* deltas) {
     for (int r = 0; r < b.count; ++r) {
-      shift_[b.token[r]] = b.shift[r];
-      sum_[b.token[r]] = sums[r];
-      delta_[b.token[r]] = deltas[r] / sums[r];
+      row_shift[b.token[r]] = b.shift[r];
+      row_sum[b.token[r]] = sums[r];
+      row_delta[b.token[r]] = deltas[r] / sums[r];
     }
   }
 
@@ -319,6 +311,13 @@ class Measure : public HeadTiles<T> {
     read_row(element(view, token, p_.dtype), p_.dtype, view.dim_stride, p_.head_dim, row);
     for (int64_t d = p_.head_dim; d < staging_width(p_.head_dim); ++d) row[d] = 0.0f;
   }
+
+  const MssaProblem& p_;
+  const MssaHead& head_;
+  HeadTiles<T>& tiles_;
+  TileWeights<T>& weights_;
+  float *dout_panel_, *out_panel_;
+  float *out_, *tokens_;  // staged rows
 };
 
 }  // namespace
