@@ -62,7 +62,7 @@ CRATE_INLINE Vf load_bias(const TssaSequence& s, int h, int64_t first, int count
 
 // Lane n: sum_d w_nd^2 / c_nd.
 template <class T>
-CRATE_INLINE Vf running_dots(const TssaCpuTensor<T>& w, int vectors, const float* keep, const float* before,
+CRATE_INLINE Vf running_dots(const TssaCpuTensor<T>& w, int vectors, const float* key_weight, const float* before,
                              float* local) {
   Vf acc[kLanes] = {};
   for (int v = 0; v < vectors; ++v) {
@@ -73,7 +73,7 @@ CRATE_INLINE Vf running_dots(const TssaCpuTensor<T>& w, int vectors, const float
     for (int n = 0; n < kLanes; ++n, step(w, token)) {
       const Vf x = read(token);
       const Vf square = x * x;
-      run += square * keep[n];
+      run += square * key_weight[n];
       acc[n] += square / max(splat(kCausalFloor), base + run);
     }
     store(local + v * kLanes, run);
@@ -126,22 +126,22 @@ void causal_energy(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk
 }
 
 // Some of a chunk's sums: one row per head, or the second row and the number behind it.
-enum class Part { energy, moment };
+enum class SumsRange { energy, moment };
 
-CRATE_INLINE int64_t part_start(const TssaCpuProblem& p, Part part) {
-  return part == Part::energy ? 0 : p.row_size();
+CRATE_INLINE int64_t range_start(const TssaCpuProblem& p, SumsRange range) {
+  return range == SumsRange::energy ? 0 : p.row_size();
 }
-CRATE_INLINE int64_t part_size(const TssaCpuProblem& p, Part part) {
-  return p.row_size() + (part == Part::energy ? 0 : p.head_size());
+CRATE_INLINE int64_t range_size(const TssaCpuProblem& p, SumsRange range) {
+  return p.row_size() + (range == SumsRange::energy ? 0 : p.head_size());
 }
 
 // Adds to each chunk's sums those of the chunks before it.
-template <Part part>
+template <SumsRange range>
 void causal_settle(const TssaCpuProblem& p, const TssaSequence& s, int64_t, float*) {
-  const int64_t start = part_start(p, part);
+  const int64_t start = range_start(p, range);
   for (int64_t chunk = 0; chunk < s.chunks; ++chunk) {
     float* const next = before_chunk(p, s, chunk + 1).energy + start;
-    add_to_totals(totals(s) + start, next, part_size(p, part), next);
+    add_to_totals(totals(s) + start, next, range_size(p, range), next);
   }
 }
 
@@ -149,18 +149,18 @@ void causal_settle(const TssaCpuProblem& p, const TssaSequence& s, int64_t, floa
 template <bool kMembers, bool kOutput>
 void causal_chunk(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
   const Staging staging(p, memory);
-  const CausalSums before = before_chunk(p, s, chunk), local(p, staging.rest);
-  const Floats factor = {staging.rest + CausalSums::size(p), 0, p.width(), 1};
+  const CausalSums before = before_chunk(p, s, chunk), local(p, staging.causal);
+  const Floats factor = {staging.causal + CausalSums::size(p), 0, p.width(), 1};
   local.clear(p);
   for_tiles(s, chunk, [&](int64_t first, int count) {
     const int vectors = vectors_of(p);
-    alignas(64) float keep[kLanes], masses[kLanes], scale[kLanes];
-    store(keep, kept_tokens(s, first, count));
+    alignas(64) float key_weight[kLanes], masses[kLanes], scale[kLanes];
+    store(key_weight, key_weights(s, first, count));
     with_tile(p, {s.w, {}, kOutput ? s.out : Tokens{}}, first, count, staging, [&](const auto& tile) CRATE_LAMBDA {
       if (kMembers) {
         for (int h = 0; h < p.nheads; ++h) {
           const int64_t row = h * p.width();
-          Vf q = running_dots(tile.w.of_head(h), vectors, keep, before.energy + row, local.energy + row);
+          Vf q = running_dots(tile.w.of_head(h), vectors, key_weight, before.energy + row, local.energy + row);
           if (s.bias != nullptr) q += load_bias(s, h, first, count) * static_cast<float>(p.head_dim);
           store(staging.members + h * kLanes, q * p.temp[h]);
         }
@@ -168,10 +168,10 @@ void causal_chunk(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk,
         for (int h = 0; h < p.nheads; ++h) {
           const Vf pi = load(staging.members + h * kLanes);
           store_some(s.membership.at(h, first), pi, count);
-          store(staging.counted + h * kLanes, pi * load(keep));
+          store(staging.counted + h * kLanes, pi * load(key_weight));
         }
       } else {
-        load_members(p, s, first, count, load(keep), staging.members, staging.counted);
+        load_members(p, s, first, count, load(key_weight), staging.members, staging.counted);
       }
       for (int h = 0; h < p.nheads; ++h) {
         const int64_t row = h * p.width();
@@ -194,7 +194,7 @@ void causal_chunk(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk,
   });
   const CausalSums after = before_chunk(p, s, chunk + 1);
   if (kMembers && kOutput) add_to_totals(totals(s), local.energy, CausalSums::size(p), after.energy);
-  if (kMembers && !kOutput) memcpy(after.moment, local.moment, part_size(p, Part::moment) * sizeof(float));
+  if (kMembers && !kOutput) memcpy(after.moment, local.moment, range_size(p, SumsRange::moment) * sizeof(float));
 }
 
 const TssaKernelStep kCausalForwardAlone[] = {
@@ -203,9 +203,12 @@ const TssaKernelStep kCausalForwardAlone[] = {
     {causal_state<false>, TssaKernelStep::whole},
 };
 const TssaKernelStep kCausalForwardShared[] = {
-    {causal_state<true>, TssaKernelStep::whole},          {causal_energy, TssaKernelStep::chunks},
-    {causal_settle<Part::energy>, TssaKernelStep::whole}, {causal_chunk<true, false>, TssaKernelStep::chunks},
-    {causal_settle<Part::moment>, TssaKernelStep::whole}, {causal_chunk<false, true>, TssaKernelStep::chunks},
+    {causal_state<true>, TssaKernelStep::whole},
+    {causal_energy, TssaKernelStep::chunks},
+    {causal_settle<SumsRange::energy>, TssaKernelStep::whole},
+    {causal_chunk<true, false>, TssaKernelStep::chunks},
+    {causal_settle<SumsRange::moment>, TssaKernelStep::whole},
+    {causal_chunk<false, true>, TssaKernelStep::chunks},
     {causal_state<false>, TssaKernelStep::whole},
 };
 

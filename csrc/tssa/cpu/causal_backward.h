@@ -29,14 +29,14 @@ CRATE_INLINE void sum_forward(const TssaCpuProblem& p, const TssaSequence& s, in
   int tile = 0;
   for_tiles(s, chunk, [&](int64_t first, int count) {
     visit(tile++);
-    alignas(64) float keep[kLanes];
-    store(keep, kept_tokens(s, first, count));
-    load_members(p, s, first, count, load(keep), staging.members, staging.counted);
+    alignas(64) float key_weight[kLanes];
+    store(key_weight, key_weights(s, first, count));
+    load_members(p, s, first, count, load(key_weight), staging.members, staging.counted);
     with_tile(p, {s.w, {}, {}}, first, count, staging, [&](const auto& tile) CRATE_LAMBDA {
       for (int h = 0; h < p.nheads; ++h) {
         float* const counted = staging.counted + h * kLanes;
         for (int n = 0; n < kLanes; ++n) sums.mass[h] += counted[n];
-        add_squares(tile.w.of_head(h), vectors_of(p), keep, sums.energy + h * p.width());
+        add_squares(tile.w.of_head(h), vectors_of(p), key_weight, sums.energy + h * p.width());
         add_squares(tile.w.of_head(h), vectors_of(p), counted, sums.moment + h * p.width());
       }
     });
@@ -49,8 +49,8 @@ void causal_totals(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk
 
 void causal_settle_totals(const TssaCpuProblem& p, const TssaSequence& s, int64_t, float*) {
   causal_state<true>(p, s, 0, nullptr);
-  causal_settle<Part::energy>(p, s, 0, nullptr);
-  causal_settle<Part::moment>(p, s, 0, nullptr);
+  causal_settle<SumsRange::energy>(p, s, 0, nullptr);
+  causal_settle<SumsRange::moment>(p, s, 0, nullptr);
   from_chunk(p, s, s.chunks).clear(p);
   memset(totals(s), 0, CausalSums::size(p) * sizeof(double));
 }
@@ -61,7 +61,7 @@ struct TileHead {
   TssaCpuTensor<T> w, grad, dw;
   Floats partial, factor;
   int vectors;
-  const float *keep, *members, *counted, *masses, *inverse_masses;
+  const float *key_weight, *members, *counted, *masses, *inverse_masses;
 };
 template <class T>
 TileHead(TssaCpuTensor<T>, TssaCpuTensor<T>, TssaCpuTensor<T>, Floats, Floats, int, const float*, const float*,
@@ -102,7 +102,7 @@ CRATE_INLINE Vf scan_dmoment(const TileHead<T>& t, const float* before, const fl
       suffix += slope;
       v_suffix -= slope * total[n] * t.inverse_masses[n];
       const Vf u = later + suffix;
-      acc[n] += (u * x * x + v_suffix) * t.keep[n] - gate * x;
+      acc[n] += (u * x * x + v_suffix) * t.key_weight[n] - gate * x;
       if (kWrite) put(t.partial, n, v, u * x * (2.0f * t.counted[n]) - gate * t.members[n]);
     }
     store(dmoment + v * kLanes, suffix);
@@ -130,7 +130,7 @@ CRATE_INLINE float scan_denergy(const TileHead<T>& t, float temp, const float* d
 #pragma GCC unroll 16
     for (int n = 0; n < kLanes; ++n) {
       const Vf x = get(t.w, n, v);
-      run += x * x * t.keep[n];
+      run += x * x * t.key_weight[n];
       energy[n + 1] = base + run;
     }
     Vf suffix = load(denergy + v * kLanes);
@@ -144,7 +144,7 @@ CRATE_INLINE float scan_denergy(const TileHead<T>& t, float temp, const float* d
       dtemp += similarity;
       // A token's own part, 1 / c - w^2 / c^2, equals the sum before it divided by c^2: this form has no cancellation.
       const Vf own = per_energy * select(above, energy[n] * inverse, splat(1.0f));
-      if (kWrite) put(t.dw, n, v, get(t.partial, n, v) + x * twice * (own - (later + suffix) * t.keep[n]));
+      if (kWrite) put(t.dw, n, v, get(t.partial, n, v) + x * twice * (own - (later + suffix) * t.key_weight[n]));
       suffix += select(above, similarity * inverse, Vf{});
     }
     store(denergy + v * kLanes, suffix);
@@ -152,7 +152,7 @@ CRATE_INLINE float scan_denergy(const TileHead<T>& t, float temp, const float* d
   return kLower * sum(dtemp);
 }
 
-// Whether a channel of a head has no kept token before the tile, whose first w^2 / c is then exactly 1.
+// Whether a channel of a head has no key before the tile, whose first w^2 / c is then exactly 1.
 CRATE_INLINE bool channel_begins(const TssaCpuProblem& p, const float* before, const float* at_tile) {
   Vf begins = {};
   for (int64_t d = 0; d < p.head_dim; d += kLanes) {
@@ -163,14 +163,14 @@ CRATE_INLINE bool channel_begins(const TssaCpuProblem& p, const float* before, c
 }
 
 // Results of a pass over a chunk: the totals of one scan, for other passes to sum; both scans carried on; or dw alone.
-enum class Leave { dmoment, denergy, carried, nothing };
+enum class PassResult { dmoment, denergy, carried, nothing };
 
-template <Leave kLeave>
+template <PassResult kResult>
 void causal_backward_chunk(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk, float* memory) {
-  constexpr bool kWrite = kLeave == Leave::carried || kLeave == Leave::nothing;
+  constexpr bool kWrite = kResult == PassResult::carried || kResult == PassResult::nothing;
   const Staging staging(p, memory);
   const int64_t sums_size = CausalSums::size(p);
-  float* const tile_sums = staging.rest;
+  float* const tile_sums = staging.causal;
   float* rest = tile_sums + kTilesPerChunk * sums_size;
   const CausalSums running(p, rest), local(p, rest + sums_size);
   rest += 2 * sums_size;
@@ -178,7 +178,7 @@ void causal_backward_chunk(const TssaCpuProblem& p, const TssaSequence& s, int64
   // Other threads write the later chunks' sums of moments in the pass that leaves them: it does without, as the last
   // chunk does.
   const CausalSums before = before_chunk(p, s, chunk);
-  const CausalSums after = from_chunk(p, s, kLeave == Leave::dmoment ? s.chunks : chunk + 1);
+  const CausalSums after = from_chunk(p, s, kResult == PassResult::dmoment ? s.chunks : chunk + 1);
   double* const dtemp = dtemp_of_chunk(p, s, chunk);
   sum_forward(p, s, chunk, staging, running,
               [&](int tile) { memcpy(tile_sums + tile * sums_size, running.energy, sums_size * sizeof(float)); });
@@ -190,9 +190,9 @@ void causal_backward_chunk(const TssaCpuProblem& p, const TssaSequence& s, int64
     const int64_t first = begin + tile * kLanes;
     const int count = static_cast<int>(s.seqlen - first < kLanes ? s.seqlen - first : kLanes);
     const CausalSums at_tile(p, tile_sums + tile * sums_size);
-    alignas(64) float keep[kLanes], masses[kLanes], inverse_masses[kLanes], lifted[kLanes];
-    store(keep, kept_tokens(s, first, count));
-    load_members(p, s, first, count, load(keep), staging.members, staging.counted);
+    alignas(64) float key_weight[kLanes], masses[kLanes], inverse_masses[kLanes], lifted[kLanes];
+    store(key_weight, key_weights(s, first, count));
+    load_members(p, s, first, count, load(key_weight), staging.members, staging.counted);
     with_tile(p, {s.w, s.dout, kWrite ? s.dw : Tokens{}}, first, count, staging, [&](const auto& tokens) CRATE_LAMBDA {
       const Floats partial = place_partial(tokens.out, copied);
       const auto head = [&](int h) CRATE_LAMBDA {
@@ -202,7 +202,7 @@ void causal_backward_chunk(const TssaCpuProblem& p, const TssaSequence& s, int64
                         partial.of_head(h),
                         factor,
                         vectors_of(p),
-                        keep,
+                        key_weight,
                         staging.members + h * kLanes,
                         staging.counted + h * kLanes,
                         masses,
@@ -220,12 +220,12 @@ void causal_backward_chunk(const TssaCpuProblem& p, const TssaSequence& s, int64
                                                                 after.moment + row, local.moment + row, v_sum);
         };
         Vf dpi = p.dropout ? scan(std::true_type{}) : scan(std::false_type{});
-        dpi += (after.mass[h] + local.mass[h]) * load(keep);
+        dpi += (after.mass[h] + local.mass[h]) * load(key_weight);
         local.mass[h] += v_sum;
         if (s.dmembership.data != nullptr) dpi += load_some(s.dmembership.at(h, first), count);
         store(staging.dots + h * kLanes, dpi);
       }
-      if (kLeave == Leave::dmoment) return;
+      if (kResult == PassResult::dmoment) return;
       softmax_backward(p.nheads, staging.members, staging.dots);
       for (int h = 0; h < p.nheads; ++h) {
         const int64_t row = h * p.width();
@@ -244,7 +244,7 @@ void causal_backward_chunk(const TssaCpuProblem& p, const TssaSequence& s, int64
         Vf q = {};
         const bool begins = channel_begins(p, before.energy + row, at_tile.energy + row);
         if (begins)
-          q = running_dots(t.w, t.vectors, keep, before.energy + row, at_tile.energy + row);
+          q = running_dots(t.w, t.vectors, key_weight, before.energy + row, at_tile.energy + row);
         else
           dtemp[h] += ratios;
         const Vf bias = load_bias(s, h, first, count);
@@ -254,18 +254,19 @@ void causal_backward_chunk(const TssaCpuProblem& p, const TssaSequence& s, int64
   }
 
   const CausalSums from = from_chunk(p, s, chunk);
-  if (kLeave == Leave::carried) add_to_totals(totals(s), local.energy, sums_size, from.energy);
-  if (kLeave == Leave::denergy) memcpy(from.energy, local.energy, p.row_size() * sizeof(float));
-  if (kLeave == Leave::dmoment) memcpy(from.moment, local.moment, part_size(p, Part::moment) * sizeof(float));
+  if (kResult == PassResult::carried) add_to_totals(totals(s), local.energy, sums_size, from.energy);
+  if (kResult == PassResult::denergy) memcpy(from.energy, local.energy, p.row_size() * sizeof(float));
+  if (kResult == PassResult::dmoment)
+    memcpy(from.moment, local.moment, range_size(p, SumsRange::moment) * sizeof(float));
 }
 
 // Adds to each chunk's sums those of the chunks behind it.
-template <Part part>
+template <SumsRange range>
 void causal_settle_back(const TssaCpuProblem& p, const TssaSequence& s, int64_t, float*) {
-  const int64_t start = part_start(p, part);
+  const int64_t start = range_start(p, range);
   for (int64_t chunk = s.chunks - 1; chunk >= 0; --chunk) {
     float* const from = from_chunk(p, s, chunk).energy + start;
-    add_to_totals(totals(s) + start, from, part_size(p, part), from);
+    add_to_totals(totals(s) + start, from, range_size(p, range), from);
   }
 }
 
@@ -280,17 +281,17 @@ void causal_settle_dtemp(const TssaCpuProblem& p, const TssaSequence& s, int64_t
 const TssaKernelStep kCausalBackwardAlone[] = {
     {causal_totals, TssaKernelStep::chunks},
     {causal_settle_totals, TssaKernelStep::whole},
-    {causal_backward_chunk<Leave::carried>, TssaKernelStep::descending},
+    {causal_backward_chunk<PassResult::carried>, TssaKernelStep::descending},
     {causal_settle_dtemp, TssaKernelStep::whole},
 };
 const TssaKernelStep kCausalBackwardShared[] = {
     {causal_totals, TssaKernelStep::chunks},
     {causal_settle_totals, TssaKernelStep::whole},
-    {causal_backward_chunk<Leave::dmoment>, TssaKernelStep::chunks},
-    {causal_settle_back<Part::moment>, TssaKernelStep::whole},
-    {causal_backward_chunk<Leave::denergy>, TssaKernelStep::chunks},
-    {causal_settle_back<Part::energy>, TssaKernelStep::whole},
-    {causal_backward_chunk<Leave::nothing>, TssaKernelStep::chunks},
+    {causal_backward_chunk<PassResult::dmoment>, TssaKernelStep::chunks},
+    {causal_settle_back<SumsRange::moment>, TssaKernelStep::whole},
+    {causal_backward_chunk<PassResult::denergy>, TssaKernelStep::chunks},
+    {causal_settle_back<SumsRange::energy>, TssaKernelStep::whole},
+    {causal_backward_chunk<PassResult::nothing>, TssaKernelStep::chunks},
     {causal_settle_dtemp, TssaKernelStep::whole},
 };
 

@@ -66,13 +66,13 @@ void full_members(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk,
         store(staging.members + h * kLanes, q * p.temp[h]);
       }
       softmax_over_heads(p.nheads, has_key(s, first, count), staging.members);
-      const Vf keep = kept_tokens(s, first, count);
+      const Vf key_weight = key_weights(s, first, count);
       for (int h = 0; h < p.nheads; ++h) {
         float* const members = staging.members + h * kLanes;
         const Vf pi = load(members);
         store_some(s.membership.at(h, first), pi, count);
-        store(members, pi * keep);
-        masses[h] += sum(pi * keep);
+        store(members, pi * key_weight);
+        masses[h] += sum(pi * key_weight);
         add_squares(tile.w.of_head(h), vectors_of(p), members, sums + h * p.width());
       }
     });

@@ -32,8 +32,8 @@ void full_dgate(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk, f
   float* const masses = work.masses + chunk * p.head_size();
   work.start(p, chunk);
   for_tiles(s, chunk, [&](int64_t first, int count) {
-    const Vf keep = kept_tokens(s, first, count);
-    load_members(p, s, first, count, keep, staging.members, staging.counted);
+    const Vf key_weight = key_weights(s, first, count);
+    load_members(p, s, first, count, key_weight, staging.members, staging.counted);
     with_tile(p, {s.w, s.dout, {}}, first, count, staging, [&](const auto& tile) CRATE_LAMBDA {
       for (int h = 0; h < p.nheads; ++h) {
         const auto x = tile.w.of_head(h), g = tile.grad.of_head(h);
@@ -89,12 +89,12 @@ void full_dlogit(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk, 
   float* const sums = work.parts + chunk * p.row_size();
   work.start(p, chunk);
   for_tiles(s, chunk, [&](int64_t first, int count) {
-    const Vf keep = kept_tokens(s, first, count);
-    load_members(p, s, first, count, keep, staging.members, nullptr);
+    const Vf key_weight = key_weights(s, first, count);
+    load_members(p, s, first, count, key_weight, staging.members, nullptr);
     with_tile(p, {s.w, {}, {}}, first, count, staging, [&](const auto& tile) CRATE_LAMBDA {
       for (int h = 0; h < p.nheads; ++h) {
         const Vf shared = square_dots(tile.w.of_head(h), vectors_of(p), work.dmoment + h * p.width()) + work.dmass[h];
-        Vf dpi = shared * keep - load_some(s.dlogit.at(h, first), count);
+        Vf dpi = shared * key_weight - load_some(s.dlogit.at(h, first), count);
         if (s.dmembership.data != nullptr) dpi += load_some(s.dmembership.at(h, first), count);
         store(staging.dots + h * kLanes, dpi);
       }
@@ -130,9 +130,9 @@ void full_dw(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk, floa
   const Staging staging(p, memory);
   const FullWork work(p, s);
   for_tiles(s, chunk, [&](int64_t first, int count) {
-    alignas(64) float keep[kLanes], dlogit[kLanes];
-    store(keep, kept_tokens(s, first, count));
-    load_members(p, s, first, count, load(keep), staging.members, staging.counted);
+    alignas(64) float key_weight[kLanes], dlogit[kLanes];
+    store(key_weight, key_weights(s, first, count));
+    load_members(p, s, first, count, load(key_weight), staging.members, staging.counted);
     with_tile(p, {s.w, s.dout, s.dw}, first, count, staging, [&](const auto& tile) CRATE_LAMBDA {
       for (int h = 0; h < p.nheads; ++h) {
         const auto x = tile.w.of_head(h), g = tile.grad.of_head(h), to = tile.out.of_head(h);
@@ -153,7 +153,7 @@ void full_dw(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk, floa
             for (int i = 0; i < kCount; ++i) {
               // The difference first: where one token has most of c, it is small. Which product a sum is fused with
               // is stated, for compilers choose differently for tokens of different layouts.
-              const Vf own = inverse[i] * (dlogit[n] - denergy[i] * keep[n]);
+              const Vf own = inverse[i] * (dlogit[n] - denergy[i] * key_weight[n]);
               const Vf slope = multiply_add(own, dmoment[i], splat(counted[n]));
               const Vf gated = read(g_token + i * kLanes) * gate[i] * members[n];
               write(token + i * kLanes, multiply_add(-gated, read(x_token + i * kLanes), slope));

@@ -52,7 +52,7 @@ struct TssaSequence {
   int64_t first_key;  // earlier tokens have no key to sum over; in the full form 0 or seqlen
   uint32_t counter;   // sequence * nheads, for dropout
   TssaCpuTensor<char> w, out, dout, dw;
-  TssaCpuTensor<const uint8_t> keep;  // not 0: the token enters the sums. A byte of a bool tensor may be any number.
+  TssaCpuTensor<const uint8_t> key_mask;  // not 0: the token is a key. A byte of a bool tensor may be any number.
   TssaCpuTensor<float> membership;
   TssaCpuTensor<const float> dmembership;
   TssaCpuTensor<float> dlogit;

@@ -26,16 +26,16 @@ CRATE_INLINE Vf sum_each(Vf (&v)[kLanes]) {
 }
 
 // 1 for tokens that enter the sums, 0 for padded ones and beyond the last.
-CRATE_INLINE Vf kept_tokens(const TssaSequence& s, int64_t first, int count) {
-  Vf keep = select(iota() < count, splat(1.0f), Vf{});
-  if (s.keep.data != nullptr) {
-    for (int n = 0; n < count; ++n) keep[n] = *s.keep.at(0, first + n) != 0 ? 1.0f : 0.0f;
+CRATE_INLINE Vf key_weights(const TssaSequence& s, int64_t first, int count) {
+  Vf key_weight = select(iota() < count, splat(1.0f), Vf{});
+  if (s.key_mask.data != nullptr) {
+    for (int n = 0; n < count; ++n) key_weight[n] = *s.key_mask.at(0, first + n) != 0 ? 1.0f : 0.0f;
   }
-  return keep;
+  return key_weight;
 }
 
-// Marks the tile's tokens that have a kept token to sum over. In the full form these are all or none, in the causal
-// form those from the first kept token on. Lanes beyond the last token are excluded: their q is 0, and 0 times an
+// Marks the tile's tokens that have a key to sum over. In the full form these are all or none, in the causal
+// form those from the first key on. Lanes beyond the last token are excluded: their q is 0, and 0 times an
 // infinite temp is NaN.
 CRATE_INLINE Vi has_key(const TssaSequence& s, int64_t first, int count) {
   const int64_t before = s.first_key - first;
@@ -210,14 +210,14 @@ CRATE_INLINE void add_parts(const float* parts, int64_t count, int64_t size, Sum
   }
 }
 
-// sums = the sum of w^2 over a chunk's kept tokens.
+// sums = the sum of w^2 over a chunk's keys.
 CRATE_INLINE void sum_squares(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk, float* memory,
                               float* sums) {
   const Staging staging(p, memory);
   memset(sums, 0, p.row_size() * sizeof(float));
   for_tiles(s, chunk, [&](int64_t first, int count) {
-    alignas(64) float keep[kLanes];
-    store(keep, kept_tokens(s, first, count));
+    alignas(64) float key_weight[kLanes];
+    store(key_weight, key_weights(s, first, count));
     with_tile(p, {s.w, {}, {}}, first, count, staging, [&](const auto& tile) CRATE_LAMBDA {
       // Few tokens at a time, all heads of them: nearly in memory order, which processors foresee. bf16 from memory
       // took a third longer head by head.
@@ -226,7 +226,7 @@ CRATE_INLINE void sum_squares(const TssaCpuProblem& p, const TssaSequence& s, in
         auto tokens = tile.w;
         tokens.data += n * tokens.token;
         for (int h = 0; h < p.nheads; ++h) {
-          add_squares<kTokens>(tokens.of_head(h), vectors_of(p), keep + n, sums + h * p.width());
+          add_squares<kTokens>(tokens.of_head(h), vectors_of(p), key_weight + n, sums + h * p.width());
         }
       }
     });
@@ -234,12 +234,12 @@ CRATE_INLINE void sum_squares(const TssaCpuProblem& p, const TssaSequence& s, in
 }
 
 // Loads the membership of a tile, and its part that enters the sums.
-CRATE_INLINE void load_members(const TssaCpuProblem& p, const TssaSequence& s, int64_t first, int count, Vf keep,
+CRATE_INLINE void load_members(const TssaCpuProblem& p, const TssaSequence& s, int64_t first, int count, Vf key_weight,
                                float* members, float* counted) {
   for (int h = 0; h < p.nheads; ++h) {
     const Vf pi = load_some(s.membership.at(h, first), count);
     store(members + h * kLanes, pi);
-    if (counted != nullptr) store(counted + h * kLanes, pi * keep);
+    if (counted != nullptr) store(counted + h * kLanes, pi * key_weight);
   }
 }
 

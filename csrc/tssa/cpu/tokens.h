@@ -111,7 +111,7 @@ CRATE_INLINE char* element(const Tokens& tokens, Dtype dtype, int64_t h, int64_t
 struct Staging {
   float *w, *grad, *out;            // tiles that need a copy
   float *members, *counted, *dots;  // (nheads, kLanes) each
-  float* rest;
+  float* causal;                    // what the causal form adds
 
   Staging(const TssaCpuProblem& p, float* memory) {
     const int64_t tile = kLanes * p.row_size(), tokens = kLanes * p.nheads;
@@ -121,7 +121,7 @@ struct Staging {
     members = out + tile;
     counted = members + tokens;
     dots = counted + tokens;
-    rest = dots + tokens;
+    causal = dots + tokens;
   }
   // After the tiles, for the causal backward: running sums at each tile, and the dropout factors of a tile.
   static int64_t size(const TssaCpuProblem& p) {

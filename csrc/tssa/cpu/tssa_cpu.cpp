@@ -89,8 +89,8 @@ std::vector<TssaSequence> list_sequences(const Args& t, const TssaCpuProblem& p,
     s.bias_tokens = t.denom_bias.has_value() ? t.denom_bias->size(1) : 0;
     if (t.call.key_padding_mask.has_value()) {
       const Tensor& mask = *t.call.key_padding_mask;
-      s.keep = {static_cast<const uint8_t*>(mask.data_ptr()) + b * mask.stride(0), 0, mask.stride(1), 0};
-      while (s.first_key < s.seqlen && *s.keep.at(0, s.first_key) == 0) ++s.first_key;
+      s.key_mask = {static_cast<const uint8_t*>(mask.data_ptr()) + b * mask.stride(0), 0, mask.stride(1), 0};
+      while (s.first_key < s.seqlen && *s.key_mask.at(0, s.first_key) == 0) ++s.first_key;
       if (!t.causal && s.first_key < s.seqlen) s.first_key = 0;  // a key serves every token
     }
     add(s, b, first, row);
@@ -144,19 +144,19 @@ void run(const TssaCpuProblem& p, std::vector<TssaSequence>& sequences, const Ts
   }
 }
 
-// Adds the tokens of a step, those that are kept, to the lengths of a cache.
+// Adds the tokens of a step, those that are keys, to the lengths of a cache.
 void advance(const TssaForwardArgs& t) {
   int32_t* const lengths = static_cast<int32_t*>(t.lengths->data_ptr());
   const int64_t batch = t.w.size(0), seqlen = t.w.size(2);
   for (int64_t b = 0; b < batch; ++b) {
-    int64_t kept = seqlen;
+    int64_t keys = seqlen;
     if (t.call.key_padding_mask.has_value()) {
       const Tensor& mask = *t.call.key_padding_mask;
       const uint8_t* const row = static_cast<const uint8_t*>(mask.data_ptr()) + b * mask.stride(0);
-      kept = 0;
-      for (int64_t n = 0; n < seqlen; ++n) kept += row[n * mask.stride(1)] != 0;
+      keys = 0;
+      for (int64_t n = 0; n < seqlen; ++n) keys += row[n * mask.stride(1)] != 0;
     }
-    lengths[b] += static_cast<int32_t>(kept);
+    lengths[b] += static_cast<int32_t>(keys);
   }
 }
 

@@ -32,7 +32,7 @@ struct TssaProblem {
   int lanes;       // lanes of a warp per head, a power of two: together they sum its channels
   int64_t total;   // packed rows
   const int32_t* cu_seqlens;
-  TssaMask mask;  // null data: every token is kept; else those whose byte, of a bool tensor, is not 0
+  TssaMask mask;  // null data: every token is a key; else those whose byte, of a bool tensor, is not 0
   const int64_t* seed;
   uint64_t keep_from;  // the least Philox word that dropout keeps
   float keep_factor;
@@ -54,7 +54,7 @@ struct TssaPass {
 
 // The full form writes energy and moment. The causal form has the state of a cache, with `state_mass` by head: the sums
 // before the first token. A block that has a whole sequence advances them, else the scans over chunks do; the lengths,
-// only the former. The sums are of w^2 and kept tokens; of Pi w^2 and Pi.
+// only the former. The sums are of w^2 and keys; of Pi w^2 and Pi.
 struct TssaForward : TssaPass {
   TssaTokens out;
   double *state_energy, *state_moment, *state_mass;
@@ -125,14 +125,14 @@ CRATE_DEVICE TssaRows optional_rows_of(const TssaProblem& p, const float* data, 
   return data == nullptr ? TssaRows{} : rows_of(p, data, s);
 }
 
-CRATE_DEVICE TssaMask keep_of(const TssaProblem& p, const TssaSpan& s) {
+CRATE_DEVICE TssaMask key_mask_of(const TssaProblem& p, const TssaSpan& s) {
   if (p.mask.data == nullptr) return {};
   return {p.mask.data + s.index * p.mask.sequence + s.first * p.mask.token, 0, 0, p.mask.token, 0};
 }
 
 // A token's factor, 0 or 1, in the sums over tokens.
-CRATE_DEVICE float enters_sums(const TssaMask& keep, int n) {
-  return keep.data == nullptr || keep(n, 0) ? 1.0f : 0.0f;
+CRATE_DEVICE float enters_sums(const TssaMask& key_mask, int n) {
+  return key_mask.data == nullptr || key_mask(n, 0) ? 1.0f : 0.0f;
 }
 
 // The elements (row, channel), (row, channel + 1), ... of 1 / (1 + M) that dropout keeps: one bit each for `channels`

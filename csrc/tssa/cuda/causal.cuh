@@ -99,7 +99,7 @@ CRATE_DEVICE void load_ahead(const Access& access, const TssaTokens& w, int firs
 
 // The elements of `count` tokens from the block's n-th on that dropout keeps, N bits per token.
 template <int N>
-CRATE_DEVICE uint32_t kept_tokens(const TssaProblem& p, const TssaSpan& s, int n, int count, int h, int d) {
+CRATE_DEVICE uint32_t kept_elements(const TssaProblem& p, const TssaSpan& s, int n, int count, int h, int d) {
   return p.seed == nullptr ? 0 : kept_by_dropout(p, s.index, h, s.first + n, count, d, N);
 }
 
@@ -111,8 +111,8 @@ CRATE_DEVICE void drop(const TssaProblem& p, uint32_t kept, float (&x)[N]) {
 }
 
 template <class Access>
-CRATE_DEVICE void causal_energies(const TssaProblem& p, const Access& access, const TssaTokens& w, const TssaMask& keep,
-                                  int rows, float* sums) {
+CRATE_DEVICE void causal_energies(const TssaProblem& p, const Access& access, const TssaTokens& w,
+                                  const TssaMask& key_mask, int rows, float* sums) {
   constexpr int N = Access::kCount;
   each_vector<N>(p, [&](int, int h, int d) {
     float acc[N] = {};  // channels of the thread's vector
@@ -120,18 +120,18 @@ CRATE_DEVICE void causal_energies(const TssaProblem& p, const Access& access, co
     for (int n = 0; n < rows; ++n) {
       float x[N];
       access.load(w, n, h, d, x);
-      const float counted = enters_sums(keep, n);
+      const float counted = enters_sums(key_mask, n);
 #pragma unroll
       for (int i = 0; i < N; ++i) acc[i] += x[i] * x[i] * counted;
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) sums[h * p.head_dim + d + i] = acc[i];
   });
-  // The first head's slot takes the number of kept tokens.
+  // The first head's slot takes the number of keys.
   for (int h = threadIdx.x; h < p.nheads; h += blockDim.x) {
-    float kept = 0.0f;
-    for (int n = 0; n < rows && h == 0; ++n) kept += enters_sums(keep, n);
-    sums[p.width + h] = kept;
+    float keys = 0.0f;
+    for (int n = 0; n < rows && h == 0; ++n) keys += enters_sums(key_mask, n);
+    sums[p.width + h] = keys;
   }
 }
 

@@ -53,7 +53,7 @@ struct TssaBackSide {
   const Access& access;
   TssaSpan s;
   TssaTokens w, dout;
-  TssaMask keep;
+  TssaMask key_mask;
   TssaRows members;
   const float *moments, *energies, *masses;     // before the chunk, or null
   const float *dmoments, *dmasses, *denergies;  // behind the chunk, or null
@@ -63,7 +63,7 @@ struct TssaBackSide {
     s = chunk_of(p);
     w = part_of(p, b.w, s);
     dout = part_of(p, b.dout, s);
-    keep = keep_of(p, s);
+    key_mask = key_mask_of(p, s);
     members = rows_of(p, b.membership, s);
     moments = energies = masses = dmoments = dmasses = denergies = nullptr;
     if (b.sums_1 == nullptr) return;
@@ -96,7 +96,7 @@ struct TssaBackSide {
   }
 
   CRATE_DEVICE float member(int n, int h) const { return n < s.rows() ? members(n, h) : 0.0f; }
-  CRATE_DEVICE float counted(int n) const { return n < s.rows() ? enters_sums(keep, n) : 0.0f; }
+  CRATE_DEVICE float counted(int n) const { return n < s.rows() ? enters_sums(key_mask, n) : 0.0f; }
 };
 
 // The running sums of some channels over the block's own tokens.
@@ -139,7 +139,8 @@ struct TssaMarks {
 #pragma unroll
       for (int r = 0; r < kBackTile; ++r) side.access.load(side.w, first + r, h, d, x[r]);
 #pragma unroll
-      for (int r = 0; r < kBackTile; ++r) sums.add(x[r], side.members(first + r, h), enters_sums(side.keep, first + r));
+      for (int r = 0; r < kBackTile; ++r)
+        sums.add(x[r], side.members(first + r, h), enters_sums(side.key_mask, first + r));
     }
   }
 

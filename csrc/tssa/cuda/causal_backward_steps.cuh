@@ -16,7 +16,7 @@ CRATE_DEVICE void causal_totals(const TssaBackSide<Access>& side, float* sums) {
     for (int n = 0; n < side.s.rows(); ++n) {
       float x[N];
       side.access.load(side.w, n, h, d, x);
-      own.add(x, side.members(n, h), enters_sums(side.keep, n));
+      own.add(x, side.members(n, h), enters_sums(side.key_mask, n));
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -151,7 +151,7 @@ CRATE_DEVICE void causal_dlogit(const TssaBackSide<Access>& side, float* sums, f
       for (int h = threadIdx.x % kWarp; h < p.nheads; h += kWarp) {
         float through_mass = dmass[h];
         for (int later = count - 1; later >= r; --later) through_mass += dmasses[later * p.nheads + h];
-        dmembers[r * p.nheads + h] += through_mass * enters_sums(side.keep, tile + r);
+        dmembers[r * p.nheads + h] += through_mass * enters_sums(side.key_mask, tile + r);
         if (dmembership.data != nullptr) dmembers[r * p.nheads + h] += dmembership(tile + r, h);
       }
       __syncwarp();
@@ -207,7 +207,7 @@ CRATE_DEVICE void causal_dw(const TssaBackSide<Access>& side) {
       for (int r = kBackTile - 1; r >= 0; --r) {
         const int n = tile + r;
         if (n >= side.s.rows()) continue;
-        const float member = side.members(n, h), counted = enters_sums(side.keep, n), gradient = dlogit(n, h);
+        const float member = side.members(n, h), counted = enters_sums(side.key_mask, n), gradient = dlogit(n, h);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           const float x = t.x[r][i], square = x * x, inverse = 1.0f / floored(t.energy[r][i], kCausalFloor);

@@ -10,12 +10,12 @@ CRATE_DEVICE int64_t sums_place(const TssaProblem& p, const TssaSpan& s) {
   return (static_cast<int64_t>(s.index) * (p.nchunks + 1) + s.chunk) * (p.width + p.nheads);
 }
 
-// A chunk's sums of w^2, and the number of its kept tokens.
+// A chunk's sums of w^2, and the number of its keys.
 template <class Access>
 __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_energy_kernel(TssaForward f, Access access) {
   const TssaProblem& p = f.problem;
   const TssaSpan s = chunk_of(p);
-  causal_energies(p, access, part_of(p, f.w, s), keep_of(p, s), s.rows(), f.sums_1 + sums_place(p, s));
+  causal_energies(p, access, part_of(p, f.w, s), key_mask_of(p, s), s.rows(), f.sums_1 + sums_place(p, s));
 }
 
 // A chunk's output, from the membership and the sums before it.
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_output_kernel(TssaForw
   const TssaProblem& p = f.problem;
   const TssaSpan s = chunk_of(p);
   const TssaTokens w = part_of(p, f.w, s), out = part_of(p, f.out, s);
-  const TssaMask keep = keep_of(p, s);
+  const TssaMask key_mask = key_mask_of(p, s);
   const TssaRows members = rows_of(p, f.membership, s);
   const float *const sums = f.sums_2 + sums_place(p, s), *const masses = sums + p.width;
   each_vector<N>(p, [&](int, int h, int d) {
@@ -35,11 +35,11 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_output_kernel(TssaForw
     for (int first = 0; first < s.rows(); first += kCausalAhead) {
       float x[kCausalAhead][N];  // (kCausalAhead tokens, N channels) per thread
       load_ahead(access, w, first, s.rows(), h, d, x);
-      const uint32_t kept = kept_tokens<N>(p, s, first, kCausalAhead, h, d);
+      const uint32_t kept = kept_elements<N>(p, s, first, kCausalAhead, h, d);
 #pragma unroll
       for (int r = 0; r < kCausalAhead; ++r) {
         if (first + r >= s.rows()) break;
-        running.output(x[r], members(first + r, h), enters_sums(keep, first + r));
+        running.output(x[r], members(first + r, h), enters_sums(key_mask, first + r));
         drop(p, kept >> r * N, x[r]);
         access.store(out, first + r, h, d, x[r]);
       }
@@ -50,8 +50,9 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_output_kernel(TssaForw
 
 // The logits of a tile's tokens, channel by channel: the terms of q, added up over each vector.
 template <class Access>
-CRATE_DEVICE void ratios_of_tile(const TssaProblem& p, const Access& access, const TssaTokens& w, const TssaMask& keep,
-                                 int tile, int rows, const TssaBefore& before_chunk, float* energy, float* partial) {
+CRATE_DEVICE void ratios_of_tile(const TssaProblem& p, const Access& access, const TssaTokens& w,
+                                 const TssaMask& key_mask, int tile, int rows, const TssaBefore& before_chunk,
+                                 float* energy, float* partial) {
   constexpr int N = Access::kCount;
   const int vectors = p.width / N;
   each_vector<N>(p, [&](int v, int h, int d) {
@@ -69,7 +70,7 @@ CRATE_DEVICE void ratios_of_tile(const TssaProblem& p, const Access& access, con
 #pragma unroll
       for (int r = 0; r < kCausalAhead; ++r) {
         const int n = tile + part + r;
-        const float counted = n < rows ? enters_sums(keep, n) : 0.0f;
+        const float counted = n < rows ? enters_sums(key_mask, n) : 0.0f;
         float some = 0.0f;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaFor
   const bool alone = f.sums_1 == nullptr, has_state = f.lengths != nullptr;
   const int rows = s.rows(), vectors = p.width / N, per_head = p.head_dim / N;
   const TssaTokens w = part_of(p, f.w, s), out = part_of(p, f.out, s);
-  const TssaMask keep = keep_of(p, s);
+  const TssaMask key_mask = key_mask_of(p, s);
   const TssaRows stored = rows_of(p, f.membership, s);
   const int64_t mine = sums_place(p, s), channels = static_cast<int64_t>(s.index) * p.width;
   const int64_t heads = static_cast<int64_t>(s.index) * p.nheads;
@@ -125,7 +126,7 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaFor
 
   for (int tile = 0; tile < rows; tile += kCausalTile) {
     const int count = min(rows - tile, kCausalTile);
-    ratios_of_tile(p, access, w, keep, tile, rows, energies, energy, partial);
+    ratios_of_tile(p, access, w, key_mask, tile, rows, energies, energy, partial);
     __syncthreads();
     for (int pair = threadIdx.x; pair < count * p.nheads; pair += blockDim.x) {
       const int r = pair / p.nheads, h = pair - r * p.nheads;
@@ -141,7 +142,7 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaFor
     __syncthreads();
     for (int r = threadIdx.x / kWarp; r < count; r += blockDim.x / kWarp) {
       int seen = keys;
-      for (int earlier = 0; earlier <= r; ++earlier) seen += enters_sums(keep, tile + earlier) > 0.0f;
+      for (int earlier = 0; earlier <= r; ++earlier) seen += enters_sums(key_mask, tile + earlier) > 0.0f;
       softmax_over_heads(p, logits + r * p.nheads, p.mask.data == nullptr || seen > 0, stored, tile + r,
                          [&](int h, float member) { members[r * p.nheads + h] = member; });
     }
@@ -157,11 +158,11 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaFor
       for (int part = 0; part < count; part += kCausalAhead) {
         float x[kCausalAhead][N];
         load_ahead(access, w, tile + part, rows, h, d, x);
-        const uint32_t kept = alone ? kept_tokens<N>(p, s, tile + part, kCausalAhead, h, d) : 0;
+        const uint32_t kept = alone ? kept_elements<N>(p, s, tile + part, kCausalAhead, h, d) : 0;
 #pragma unroll
         for (int r = 0; r < kCausalAhead; ++r) {
           if (part + r >= count) break;
-          running.output(x[r], members[(part + r) * p.nheads + h], enters_sums(keep, tile + part + r));
+          running.output(x[r], members[(part + r) * p.nheads + h], enters_sums(key_mask, tile + part + r));
           if (!alone) continue;
           drop(p, kept >> r * N, x[r]);
           access.store(out, tile + part + r, h, d, x[r]);
@@ -171,7 +172,7 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaFor
 #pragma unroll
       for (int i = 0; i < N; ++i) moment[column + i] = running.sum[i];
     });
-    for (int r = 0; r < count; ++r) keys += enters_sums(keep, tile + r) > 0.0f;
+    for (int r = 0; r < count; ++r) keys += enters_sums(key_mask, tile + r) > 0.0f;
   }
 
   if (alone && s.chunk == 0) clear_uncovered(p, access, f.out, f.membership, s);

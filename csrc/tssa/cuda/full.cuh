@@ -57,13 +57,13 @@ __global__ void __launch_bounds__(512, 1) tssa_full_fwd_resident_kernel(TssaForw
   const TssaReciprocals reciprocals = {by_channel, by_channel + p.width};
   unsigned char* const scratch = shared_memory() + layout.scratch;
   const TssaRows members = {shared_at<float>(layout.by_head[0]), 0, 1, p.nheads, 0};
-  const TssaMask keep = keep_of(p, s);
+  const TssaMask key_mask = key_mask_of(p, s);
   const int64_t channels = static_cast<int64_t>(s.index) * p.width;
 
   char* const to = shared_at<char>(layout.tokens[0]);
   const TssaTokens w = copy_tokens(p, access, part_of(p, f.w, s), s.rows(), to);
   __syncthreads();
-  energy_sums(p, access, w, keep, s.rows(), reinterpret_cast<float*>(scratch), first);
+  energy_sums(p, access, w, key_mask, s.rows(), reinterpret_cast<float*>(scratch), first);
   cluster_sync();
   for (int column = threadIdx.x; column < p.width; column += blockDim.x) {
     const float energy = floored(cluster_total(first + column), kFullFloor);
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(512, 1) tssa_full_fwd_resident_kernel(TssaForw
   membership(p, access, w, reciprocals, seen, s.rows(), reinterpret_cast<double*>(scratch), members,
              rows_of(p, f.membership, s));
   __syncthreads();
-  moment_sums(p, access, w, members, keep, s.rows(), reinterpret_cast<float*>(scratch), second);
+  moment_sums(p, access, w, members, key_mask, s.rows(), reinterpret_cast<float*>(scratch), second);
   cluster_sync();
   for (int column = threadIdx.x; column < p.width; column += blockDim.x) {
     const int h = column / p.head_dim;
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(256, 1) tssa_full_fwd_chunk_kernel(TssaForward
   const TssaProblem& p = f.problem;
   const TssaSpan s = chunk_of(p);
   const TssaTokens w = part_of(p, f.w, s);
-  const TssaMask keep = keep_of(p, s);
+  const TssaMask key_mask = key_mask_of(p, s);
   const TssaRows members = rows_of(p, f.membership, s);
   const int64_t size = p.width + p.nheads, place = static_cast<int64_t>(s.index) * (p.nchunks + 1);
   const int64_t mine = (place + s.chunk) * size, all = (place + p.nchunks) * size;
@@ -107,8 +107,8 @@ __global__ void __launch_bounds__(256, 1) tssa_full_fwd_chunk_kernel(TssaForward
   unsigned char* const scratch = shared_memory();
 
   if constexpr (step == TssaStep::energy) {
-    energy_sums(p, access, w, keep, s.rows(), reinterpret_cast<float*>(scratch), f.sums_1 + mine);
-    // The first head's slot has the number of kept tokens. The scan adds the other slots too, so they must be finite.
+    energy_sums(p, access, w, key_mask, s.rows(), reinterpret_cast<float*>(scratch), f.sums_1 + mine);
+    // The first head's slot has the number of keys. The scan adds the other slots too, so they must be finite.
     for (int h = 1 + threadIdx.x; h < p.nheads; h += blockDim.x) f.sums_1[mine + p.width + h] = 0.0f;
   } else if constexpr (step == TssaStep::members) {
     float* const by_channel = reinterpret_cast<float*>(scratch + tssa_scratch(p, blockDim.x));
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(256, 1) tssa_full_fwd_chunk_kernel(TssaForward
     const bool seen = p.mask.data == nullptr || f.sums_1[all + p.width] > 0.0f;
     membership(p, access, w, reciprocals, seen, s.rows(), reinterpret_cast<double*>(scratch), members, members);
     __syncthreads();
-    moment_sums(p, access, w, members, keep, s.rows(), reinterpret_cast<float*>(scratch), f.sums_2 + mine);
+    moment_sums(p, access, w, members, key_mask, s.rows(), reinterpret_cast<float*>(scratch), f.sums_2 + mine);
   } else {
     const auto moment_of = [&](int h, int d) {
       return f.sums_2[all + h * p.head_dim + d] / (f.sums_2[all + p.width + h] + kMassFloor);

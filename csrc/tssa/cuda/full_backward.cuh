@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(512, 1) tssa_full_bwd_resident_kernel(TssaBack
                *const dmass = shared_at<float>(layout.heads), *const scratch = shared_at<float>(layout.scratch);
   const TssaRows members = {shared_at<float>(layout.by_head[0]), 0, 1, p.nheads, 0};
   const TssaRows dlogit = {shared_at<float>(layout.by_head[1]), 0, 1, p.nheads, 0};
-  const TssaMask keep = keep_of(p, s);
+  const TssaMask key_mask = key_mask_of(p, s);
   const int64_t channels = static_cast<int64_t>(s.index) * p.width;
   const float *const energies = b.energy + channels, *const moments = b.moment + channels;
   const auto moment_of = [&](int h, int d) { return moments[h * p.head_dim + d]; };
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(512, 1) tssa_full_bwd_resident_kernel(TssaBack
   }
   __syncthreads();
   through_gate(p, access, w, dout, gate, s.rows(), dlogit);
-  product_sums(p, access, w, dout, members, keep, s.rows(), scratch, first);
+  product_sums(p, access, w, dout, members, key_mask, s.rows(), scratch, first);
   cluster_sync();
   for (int column = threadIdx.x; column < p.width; column += blockDim.x) {
     const float mass = cluster_total(first + p.width + column / p.head_dim);
@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(512, 1) tssa_full_bwd_resident_kernel(TssaBack
   __syncthreads();
   mass_gradient(p, dmoment, dmass, moment_of);
   __syncthreads();
-  logit_gradient(p, access, w, dmoment, dmass, members, optional_rows_of(p, b.dmembership, s), keep, s.rows(), scratch,
-                 dlogit);
+  logit_gradient(p, access, w, dmoment, dmass, members, optional_rows_of(p, b.dmembership, s), key_mask, s.rows(),
+                 scratch, dlogit);
   __syncthreads();
   similarity_gradient_sums(p, access, w, dlogit, energies, s.rows(), scratch, second);
   cluster_sync();
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(512, 1) tssa_full_bwd_resident_kernel(TssaBack
   for (int column = threadIdx.x; column < p.width; column += blockDim.x) first[column] = cluster_total(second + column);
   __syncthreads();
   if (s.chunk == 0) temp_gradient(p, first, b.dtemp + static_cast<int64_t>(s.index) * p.nheads);
-  write_dw(p, access, w, dout, members, dlogit, keep, part_of(p, b.dw, s), s.rows(), [&](int h, int d, auto& of) {
+  write_dw(p, access, w, dout, members, dlogit, key_mask, part_of(p, b.dw, s), s.rows(), [&](int h, int d, auto& of) {
     for (int i = 0; i < Access::kCount; ++i) {
       const int column = h * p.head_dim + d + i;
       of[i] = slopes_of(p, gate[column], dmoment[column], first[column], energies[column], h, s.count);
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(256, 1) tssa_full_bwd_chunk_kernel(TssaBackwar
   const TssaProblem& p = b.problem;
   const TssaSpan s = chunk_of(p);
   const TssaTokens w = part_of(p, b.w, s), dout = part_of(p, b.dout, s);
-  const TssaMask keep = keep_of(p, s);
+  const TssaMask key_mask = key_mask_of(p, s);
   const TssaRows members = rows_of(p, b.membership, s), dlogit = rows_of(p, b.dlogit, s);
   const int64_t size = p.width + p.nheads, place = static_cast<int64_t>(s.index) * (p.nchunks + 1);
   const int64_t mine = (place + s.chunk) * size, all = (place + p.nchunks) * size;
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(256, 1) tssa_full_bwd_chunk_kernel(TssaBackwar
       by_channel[column] = gate_of(column / p.head_dim, column % p.head_dim);
     __syncthreads();
     through_gate(p, access, w, dout, by_channel, s.rows(), dlogit);
-    product_sums(p, access, w, dout, members, keep, s.rows(), scratch, b.sums_1 + mine);
+    product_sums(p, access, w, dout, members, key_mask, s.rows(), scratch, b.sums_1 + mine);
   } else if constexpr (step == TssaBackwardStep::dlogit) {
     for (int column = threadIdx.x; column < p.width; column += blockDim.x) {
       const int h = column / p.head_dim, d = column - h * p.head_dim;
@@ -110,8 +110,8 @@ __global__ void __launch_bounds__(256, 1) tssa_full_bwd_chunk_kernel(TssaBackwar
     __syncthreads();
     mass_gradient(p, by_channel, by_head, moment_of);
     __syncthreads();
-    logit_gradient(p, access, w, by_channel, by_head, members, optional_rows_of(p, b.dmembership, s), keep, s.rows(),
-                   scratch, dlogit);
+    logit_gradient(p, access, w, by_channel, by_head, members, optional_rows_of(p, b.dmembership, s), key_mask,
+                   s.rows(), scratch, dlogit);
     __syncthreads();
     similarity_gradient_sums(p, access, w, dlogit, energies, s.rows(), scratch, b.sums_2 + mine);
     for (int h = threadIdx.x; h < p.nheads; h += blockDim.x) b.sums_2[mine + p.width + h] = 0.0f;
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(256, 1) tssa_full_bwd_chunk_kernel(TssaBackwar
       temp_gradient(p, b.sums_2 + all, b.dtemp + static_cast<int64_t>(s.index) * p.nheads);
       clear_uncovered(p, access, b.dw, nullptr, s);
     }
-    write_dw(p, access, w, dout, members, dlogit, keep, part_of(p, b.dw, s), s.rows(), [&](int h, int d, auto& of) {
+    write_dw(p, access, w, dout, members, dlogit, key_mask, part_of(p, b.dw, s), s.rows(), [&](int h, int d, auto& of) {
       float gate[Access::kCount];
       channel_gates(p, s.index, h, d, moment_of, gate);
       for (int i = 0; i < Access::kCount; ++i) {

@@ -8,7 +8,8 @@ namespace crate_kernels {
 // Sums of g w Pi, which are -dA / r, and, behind all channels, of Pi.
 template <class Access>
 CRATE_DEVICE void product_sums(const TssaProblem& p, const Access& access, const TssaTokens& w, const TssaTokens& dout,
-                               const TssaRows& members, const TssaMask& keep, int rows, float* scratch, float* sums) {
+                               const TssaRows& members, const TssaMask& key_mask, int rows, float* scratch,
+                               float* sums) {
   constexpr int N = Access::kCount;
   sum_columns<N>(p, rows, scratch, sums, [&](int n, int h, int d, float (&values)[N]) {
     float g[N];
@@ -18,7 +19,7 @@ CRATE_DEVICE void product_sums(const TssaProblem& p, const Access& access, const
 #pragma unroll
     for (int i = 0; i < N; ++i) values[i] *= g[i] * member;
   });
-  sum_rows(p, rows, sums + p.width, [&](int n, int h) { return members(n, h) * enters_sums(keep, n); });
+  sum_rows(p, rows, sums + p.width, [&](int n, int h) { return members(n, h) * enters_sums(key_mask, n); });
 }
 
 // dgate = sum_d g w A of every token and head; one warp per token.
@@ -55,7 +56,7 @@ CRATE_DEVICE void mass_gradient(const TssaProblem& p, const float* dmoment, floa
 template <class Access>
 CRATE_DEVICE void logit_gradient(const TssaProblem& p, const Access& access, const TssaTokens& w, const float* dmoment,
                                  const float* dmass, const TssaRows& members, const TssaRows& dmembership,
-                                 const TssaMask& keep, int rows, float* scratch, const TssaRows& dlogit) {
+                                 const TssaMask& key_mask, int rows, float* scratch, const TssaRows& dlogit) {
   constexpr int N = Access::kCount;
   const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
   float* const dmembers = scratch + warp * p.nheads;  // (nheads,) per warp
@@ -67,7 +68,7 @@ CRATE_DEVICE void logit_gradient(const TssaProblem& p, const Access& access, con
     };
     sum_channels<N, float>(p, products, [&](int h, float total) { dmembers[h] = total; });
     for (int h = threadIdx.x % kWarp; h < p.nheads; h += kWarp) {
-      float gradient = (dmembers[h] + dmass[h]) * enters_sums(keep, n) - dlogit(n, h);
+      float gradient = (dmembers[h] + dmass[h]) * enters_sums(key_mask, n) - dlogit(n, h);
       if (dmembership.data != nullptr) gradient += dmembership(n, h);
       dmembers[h] = gradient;
     }
@@ -125,8 +126,8 @@ CRATE_DEVICE TssaSlopes slopes_of(const TssaProblem& p, float gate, float dmomen
 // dw; slopes(h, channel, of) gives the numbers of a vector's channels, once per vector and thread.
 template <class Access, class Slopes>
 CRATE_DEVICE void write_dw(const TssaProblem& p, const Access& access, const TssaTokens& w, const TssaTokens& dout,
-                           const TssaRows& members, const TssaRows& dlogit, const TssaMask& keep, const TssaTokens& dw,
-                           int rows, Slopes slopes) {
+                           const TssaRows& members, const TssaRows& dlogit, const TssaMask& key_mask,
+                           const TssaTokens& dw, int rows, Slopes slopes) {
   constexpr int N = Access::kCount;
   each_column<N>(p, [&](int h, int d, int group, int groups) {
     TssaSlopes of[N];  // channels of the thread's vector
@@ -135,7 +136,7 @@ CRATE_DEVICE void write_dw(const TssaProblem& p, const Access& access, const Tss
       float x[N], g[N];
       access.load(w, n, h, d, x);
       access.load(dout, n, h, d, g);
-      const float member = members(n, h), gradient = dlogit(n, h), counted = enters_sums(keep, n),
+      const float member = members(n, h), gradient = dlogit(n, h), counted = enters_sums(key_mask, n),
                   weight = 2.0f * member * counted;
 #pragma unroll
       for (int i = 0; i < N; ++i) {

@@ -5,22 +5,22 @@
 
 namespace crate_kernels {
 
-// Sums of w^2 and, at sums[width], the number of kept tokens.
+// Sums of w^2 and, at sums[width], the number of keys.
 template <class Access>
-CRATE_DEVICE void energy_sums(const TssaProblem& p, const Access& access, const TssaTokens& w, const TssaMask& keep,
+CRATE_DEVICE void energy_sums(const TssaProblem& p, const Access& access, const TssaTokens& w, const TssaMask& key_mask,
                               int rows, float* scratch, float* sums) {
   constexpr int N = Access::kCount;
   sum_columns<N>(p, rows, scratch, sums, [&](int n, int h, int d, float (&values)[N]) {
     access.load(w, n, h, d, values);
-    const float counted = enters_sums(keep, n);
+    const float counted = enters_sums(key_mask, n);
 #pragma unroll
     for (int i = 0; i < N; ++i) values[i] *= values[i] * counted;
   });
   if (threadIdx.x < kWarp) {
-    float kept = 0.0f;
-    for (int n = threadIdx.x; n < rows; n += kWarp) kept += enters_sums(keep, n);
-    kept = warp_sum(kept);
-    if (threadIdx.x == 0) sums[p.width] = kept;
+    float keys = 0.0f;
+    for (int n = threadIdx.x; n < rows; n += kWarp) keys += enters_sums(key_mask, n);
+    keys = warp_sum(keys);
+    if (threadIdx.x == 0) sums[p.width] = keys;
   }
 }
 
@@ -65,15 +65,15 @@ CRATE_DEVICE void membership(const TssaProblem& p, const Access& access, const T
 // Sums of Pi w^2 and, after all channels, of Pi.
 template <class Access>
 CRATE_DEVICE void moment_sums(const TssaProblem& p, const Access& access, const TssaTokens& w, const TssaRows& members,
-                              const TssaMask& keep, int rows, float* scratch, float* sums) {
+                              const TssaMask& key_mask, int rows, float* scratch, float* sums) {
   constexpr int N = Access::kCount;
   sum_columns<N>(p, rows, scratch, sums, [&](int n, int h, int d, float (&values)[N]) {
     access.load(w, n, h, d, values);
-    const float weight = members(n, h) * enters_sums(keep, n);
+    const float weight = members(n, h) * enters_sums(key_mask, n);
 #pragma unroll
     for (int i = 0; i < N; ++i) values[i] *= values[i] * weight;
   });
-  sum_rows(p, rows, sums + p.width, [&](int n, int h) { return members(n, h) * enters_sums(keep, n); });
+  sum_rows(p, rows, sums + p.width, [&](int n, int h) { return members(n, h) * enters_sums(key_mask, n); });
 }
 
 // A = 1 / (1 + M), times the dropout factor of the channel.

@@ -30,7 +30,7 @@ CRATE_DEVICE void softmax_over_heads(const TssaProblem& p, const double* logits,
   for (int h = lane; h < p.nheads; h += kWarp) total += expf(static_cast<float>(logits[h] - largest));
   total = warp_sum(total);
   for (int h = lane; h < p.nheads; h += kWarp) {
-    // Without a kept token, the membership is 0, and with it out and every gradient.
+    // Without a key, the membership is 0, and with it out and every gradient.
     const float member = seen ? expf(static_cast<float>(logits[h] - largest)) / total : 0.0f;
     members(n, h) = member;
     also(h, member);

@@ -39,8 +39,8 @@ struct TssaPersistentShared {
   static constexpr int kFirst = 4, kSecond = kFirst + S::kSums, kChannels = kSecond + S::kSums;
   static constexpr int kHeads = kChannels + kCopies * S::kWidth, kStatistics = kHeads + (S::kHeads + 3) / 4 * 4;
   static constexpr int kTokens = kStatistics + (BACKWARD ? 2 * S::kBuffers * S::kWidth : 0);
-  int size, by_head;                   // of a tensor's tokens; of numbers by head
-  int members, dlogit, keep, scratch;  // members, dlogit: (share, kHeads); keep: (share,)
+  int size, by_head;                          // of a tensor's tokens; of numbers by head
+  int members, dlogit, key_weights, scratch;  // members, dlogit: (share, kHeads); key_weights: (share,)
 
   CRATE_DEVICE explicit TssaPersistentShared(int share) {
     const auto four = [](int n) { return (n + 3) / 4 * 4; };
@@ -48,8 +48,8 @@ struct TssaPersistentShared {
     size = share * S::kWidth / 2;
     members = kTokens + S::kBuffers * kCopies * size;
     dlogit = members + (BACKWARD ? S::kBuffers * by_head : 0);
-    keep = dlogit + by_head;
-    scratch = keep + four(share);
+    key_weights = dlogit + by_head;
+    scratch = key_weights + four(share);
   }
 };
 

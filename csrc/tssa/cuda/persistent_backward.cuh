@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
   float *const first = memory + Shared::kFirst, *const second = memory + Shared::kSecond,
                *const gates = memory + Shared::kChannels, *const dmoment = gates + S::kWidth,
                *const dmass = memory + Shared::kHeads, *const dlogit = memory + at.dlogit,
-               *const keep = memory + at.keep, *const scratch = memory + at.scratch;
+               *const key_weights = memory + at.key_weights, *const scratch = memory + at.scratch;
   TssaMeeting<S> meeting(b);
   const TssaVectorOf<S> v;
   const TssaLayout<S> w_layout(b.w, share), dout_layout(b.dout, share);
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
     const float *const members = memory + at.members + buffer * at.by_head,
                        *const energies = memory + Shared::kStatistics + 2 * buffer * S::kWidth,
                        *const moments = energies + S::kWidth;
-    put_keep<S>(p, s, keep);
+    put_key_weights<S>(p, s, key_weights);
     fetch.wait(buffer, phase);
     each_four<S, S::kWidth>([&](int column) {
       const int h = column / HEAD_DIM;
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
           load_vector<T>(from, x);
           load_vector<T>(from_g, g);
           const float member = members[n * HEADS + v.head];
-          mass += member * kept<S>(keep, n);
+          mass += member * key_weight<S>(key_weights, n);
 #pragma unroll
           for (int i = 0; i < 8; ++i) {
             const float both = x[i] * g[i];
@@ -171,8 +171,8 @@ __global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
         }
       };
       each_slice<S>(rows, gradients, [&](int n, int row, int head, bool own) {
-        softmax_backward_of_heads<S>(scratch + row * S::kRow, dmass, members, kept<S>(keep, n), dmembership, n, head,
-                                     own, dlogit);
+        softmax_backward_of_heads<S>(scratch + row * S::kRow, dmass, members, key_weight<S>(key_weights, n),
+                                     dmembership, n, head, own, dlogit);
       });
     }
     {
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
         load_vector<T>(from, x);
         load_vector<T>(from_g, g);
         const float member = members[n * HEADS + v.head], gradient = dlogit[n * HEADS + v.head],
-                    counted = kept<S>(keep, n), weight = member * counted;
+                    counted = key_weight<S>(key_weights, n), weight = member * counted;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const float from_mean = MASKED ? gradient - counted * mean[i] : gradient - mean[i];

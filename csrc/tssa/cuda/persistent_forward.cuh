@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
   float* const memory = reinterpret_cast<float*>(shared_memory());
   float *const first = memory + Shared::kFirst, *const second = memory + Shared::kSecond,
                *const channels = memory + Shared::kChannels, *const members = memory + at.members,
-               *const keep = memory + at.keep, *const scratch = memory + at.scratch;
+               *const key_weights = memory + at.key_weights, *const scratch = memory + at.scratch;
   TssaMeeting<S> meeting(f);
   const TssaVectorOf<S> v;
   const TssaLayout<S> layout(f.w, share);
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
     const int rows = s.rows();
     const TssaPlace place = place_of<S>(v, layout, fetch.tokens(buffer));
     const int64_t columns = static_cast<int64_t>(index) * S::kWidth;
-    put_keep<S>(p, s, keep);
+    put_key_weights<S>(p, s, key_weights);
     if constexpr (MASKED) __syncthreads();
     fetch.wait(buffer, phase);
     {
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
       for (int n = v.group; n < rows; n += S::kGroups, from += place.step) {
         float x[8];
         load_vector<T>(from, x);
-        const float counted = kept<S>(keep, n);
+        const float counted = key_weight<S>(key_weights, n);
 #pragma unroll
         for (int i = 0; i < 8; ++i) acc[i] += MASKED ? x[i] * x[i] * counted : x[i] * x[i];
       }
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
     add_groups<S, S::kWidth>(scratch, first);
     if (MASKED && threadIdx.x < kWarp) {
       float count = 0.0f;
-      for (int n = threadIdx.x; n < rows; n += kWarp) count += keep[n];
+      for (int n = threadIdx.x; n < rows; n += kWarp) count += key_weights[n];
       count = warp_sum(count);
       if (threadIdx.x == 0) first[S::kWidth] = count;
     }
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
       for (int n = v.group; n < rows; n += S::kGroups, from += place.step) {
         float x[8];
         load_vector<T>(from, x);
-        const float weight = members[n * HEADS + v.head] * kept<S>(keep, n);
+        const float weight = members[n * HEADS + v.head] * key_weight<S>(key_weights, n);
         mass += weight;
 #pragma unroll
         for (int i = 0; i < 8; ++i) acc[i] += x[i] * x[i] * weight;

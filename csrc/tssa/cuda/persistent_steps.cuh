@@ -211,7 +211,7 @@ CRATE_DEVICE void softmax_of_heads(const float* by_vector, const float (&temp)[S
   if (!own) return;
 #pragma unroll
   for (int j = 0; j < kOfLane; ++j) {
-    // Without a kept token, the membership is 0, and with it out and every gradient.
+    // Without a key, the membership is 0, and with it out and every gradient.
     const float member = seen ? power[j] * inverse : 0.0f;
     members[n * S::kHeads + first + j] = member;
     stored(n, first + j) = member;
@@ -239,17 +239,17 @@ CRATE_DEVICE void through_softmax(float (&d)[S::kOfLane], const float* members, 
   for (int j = 0; j < S::kOfLane; ++j) dlogit[n * S::kHeads + first + j] = member[j] * d[j];
 }
 
-// Which tokens of the block are kept, as factors of the sums.
+// Which tokens of the block are keys, as factors of the sums.
 template <class S>
-CRATE_DEVICE void put_keep(const TssaProblem& p, const TssaSpan& s, float* to) {
+CRATE_DEVICE void put_key_weights(const TssaProblem& p, const TssaSpan& s, float* to) {
   if constexpr (S::kMasked) {
-    const TssaMask keep = keep_of(p, s);
-    for (int n = threadIdx.x; n < s.rows(); n += S::kThreads) to[n] = enters_sums(keep, n);
+    const TssaMask key_mask = key_mask_of(p, s);
+    for (int n = threadIdx.x; n < s.rows(); n += S::kThreads) to[n] = enters_sums(key_mask, n);
   }
 }
 template <class S>
-CRATE_DEVICE float kept(const float* keep, int n) {
-  return S::kMasked ? keep[n] : 1.0f;
+CRATE_DEVICE float key_weight(const float* key_weights, int n) {
+  return S::kMasked ? key_weights[n] : 1.0f;
 }
 
 // The factor of four channels in out: channel_gate of full_steps.cuh.

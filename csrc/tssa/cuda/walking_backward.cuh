@@ -20,7 +20,7 @@ struct TssaWalkingBackShared {
   static constexpr int kSlopes = kDtemp + (S::kHeads + 3) / 4 * 4, kEnergies = kSlopes + 2 * S::kSums;
   static constexpr int kMomentsBefore = kEnergies + 2 * S::kWidth, kEnergiesBefore = kMomentsBefore + kAll;
   static constexpr int kGroups = kEnergiesBefore + kAll, kTokens = kGroups + kAll;
-  int size, by_head, members, dlogit, dmass, keep, rows;
+  int size, by_head, members, dlogit, dmass, key_weights, rows;
 
   CRATE_DEVICE explicit TssaWalkingBackShared(int chunk) {
     const auto four = [](int n) { return (n + 3) / 4 * 4; };
@@ -28,8 +28,8 @@ struct TssaWalkingBackShared {
     members = kTokens + 2 * S::kBuffers * size;
     dlogit = members + S::kBuffers * by_head;
     dmass = dlogit + by_head;
-    keep = dmass + by_head;
-    rows = keep + four(chunk);
+    key_weights = dmass + by_head;
+    rows = key_weights + four(chunk);
   }
 };
 
@@ -80,7 +80,8 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) tssa_causal_bwd_walkin
   float *const first = memory + Shared::kFirst, *const second = memory + Shared::kSecond,
                *const moments = memory + Shared::kMomentsBefore, *const energies = memory + Shared::kEnergiesBefore,
                *const groups = memory + Shared::kGroups, *const dlogit = memory + at.dlogit,
-               *const dmass = memory + at.dmass, *const keep = memory + at.keep, *const by_vector = memory + at.rows;
+               *const dmass = memory + at.dmass, *const key_weights = memory + at.key_weights,
+               *const by_vector = memory + at.rows;
   double *const carried_slopes = reinterpret_cast<double*>(memory + Shared::kSlopes), *const carried_energies =
                                                                                           reinterpret_cast<double*>(
                                                                                               memory +
@@ -103,9 +104,9 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) tssa_causal_bwd_walkin
                                          2 * w_layout.token,
                                          2 * dout_layout.token,
                                          members + own.first * HEADS + v.head,
-                                         keep + own.first};
+                                         key_weights + own.first};
     TssaWalkingParts<S> parts = {tokens};
-    put_keep<S>(p, s, keep);
+    put_key_weights<S>(p, s, key_weights);
     fetch.wait(buffer, phase);
     __syncthreads();
     drop_gradients<S>(p, s, v, own, tokens);
@@ -216,7 +217,7 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) tssa_causal_bwd_walkin
       const TssaRows dmembership = optional_rows_of(p, b.dmembership, s), stored = rows_of(p, b.dlogit, s);
       const float* const behind = groups + S::kWidth;
       each_row<S>(rows, [&](int n, int head, bool own_row) {
-        const float counted = kept<S>(keep, n);
+        const float counted = key_weight<S>(key_weights, n);
         float d[S::kOfLane];
 #pragma unroll
         for (int j = 0; j < S::kOfLane; ++j) {

@@ -47,7 +47,7 @@ struct TssaWalkingTokens {
   using T = typename S::T;
   uint32_t w, g;
   int w_pitch, g_pitch;
-  const float *members, *keep;  // of the group's first token
+  const float *members, *key_weights;  // of the group's first token
 
   CRATE_DEVICE void load(int t, float (&x)[8]) const { load_vector<T>(w + t * w_pitch, x); }
   CRATE_DEVICE void load_gradient(int t, float (&x)[8]) const { load_vector<T>(g + t * g_pitch, x); }
@@ -56,7 +56,7 @@ struct TssaWalkingTokens {
                                                pack_pair<T>(x[4], x[5]), pack_pair<T>(x[6], x[7])));
   }
   CRATE_DEVICE float member(int t) const { return members[t * S::kHeads]; }
-  CRATE_DEVICE float counted(int t) const { return kept<S>(keep, t); }
+  CRATE_DEVICE float counted(int t) const { return key_weight<S>(key_weights, t); }
 
   // Adds tokens `first` to `last` to sums of w^2, of Pi w^2 (WEIGHTED) and of Pi.
   template <bool WEIGHTED>

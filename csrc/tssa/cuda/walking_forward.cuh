@@ -10,17 +10,17 @@ template <class S>
 struct TssaWalkingShared {
   static constexpr int kFirst = 4, kSecond = kFirst + S::kSums, kEnergies = kSecond + S::kSums;
   static constexpr int kMoments = kEnergies + 2 * S::kWidth, kFacts = kMoments + 2 * S::kSums, kTokens = kFacts + 4;
-  int size;     // of a step's tokens, (chunk, kWidth) of 16 bits
-  int members;  // (chunk, kHeads)
-  int keep;     // (chunk,)
+  int size;         // of a step's tokens, (chunk, kWidth) of 16 bits
+  int members;      // (chunk, kHeads)
+  int key_weights;  // (chunk,)
   int scratch;
 
   CRATE_DEVICE explicit TssaWalkingShared(int chunk) {
     const auto four = [](int n) { return (n + 3) / 4 * 4; };
     size = chunk * S::kWidth / 2;
     members = kTokens + S::kBuffers * size;
-    keep = members + four(chunk * S::kHeads);
-    scratch = keep + four(chunk);
+    key_weights = members + four(chunk * S::kHeads);
+    scratch = key_weights + four(chunk);
   }
 };
 
@@ -45,13 +45,13 @@ struct TssaWalkingFetch {
   CRATE_DEVICE void wait(int buffer, uint32_t phase) const { mbarrier_wait(barrier(buffer), phase); }
 };
 
-// The first token of a sequence that is kept; infinity: there is none. For the first warp.
-CRATE_DEVICE float first_kept(const TssaProblem& p, int index) {
+// The first key of a sequence; infinity: there is none. For the first warp.
+CRATE_DEVICE float find_first_key(const TssaProblem& p, int index) {
   const TssaSpan s = sequence_of(p, index);
-  const TssaMask keep = keep_of(p, s);
+  const TssaMask key_mask = key_mask_of(p, s);
   float first = INFINITY;
   for (int n = threadIdx.x; n < s.count && first == INFINITY; n += kWarp)
-    if (keep(n, 0)) first = static_cast<float>(n);
+    if (key_mask(n, 0)) first = static_cast<float>(n);
   return -warp_max(-first);
 }
 
@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_causal_fwd_walkin
   const Shared at(p.chunk_size);
   float* const memory = reinterpret_cast<float*>(shared_memory());
   float *const first = memory + Shared::kFirst, *const second = memory + Shared::kSecond,
-               *const kept_from = memory + Shared::kFacts, *const members = memory + at.members,
-               *const keep = memory + at.keep, *const scratch = memory + at.scratch;
+               *const first_key = memory + Shared::kFacts, *const members = memory + at.members,
+               *const key_weights = memory + at.key_weights, *const scratch = memory + at.scratch;
   double *const energies = reinterpret_cast<double*>(memory + Shared::kEnergies), *const moments =
                                                                                       reinterpret_cast<double*>(
                                                                                           memory + Shared::kMoments);
@@ -84,11 +84,11 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_causal_fwd_walkin
     const TssaGroup<S> own(p, v, rows);
     const uint32_t tokens = first_of(v, layout, fetch.tokens(buffer), own.first);
     const int pitch = 2 * layout.token;
-    put_keep<S>(p, s, keep);
+    put_key_weights<S>(p, s, key_weights);
     if constexpr (MASKED) {
       if (start && threadIdx.x < kWarp) {
-        const float from = first_kept(p, s.index);
-        if (threadIdx.x == 0) *kept_from = from;
+        const float from = find_first_key(p, s.index);
+        if (threadIdx.x == 0) *first_key = from;
       }
       __syncthreads();
     }
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_causal_fwd_walkin
       for (int n = own.first; n < own.first + own.count; ++n, from += pitch) {
         float x[8];
         load_vector<T>(from, x);
-        const float scale = kWalkScale * kept<S>(keep, n);
+        const float scale = kWalkScale * key_weight<S>(key_weights, n);
 #pragma unroll
         for (int i = 0; i < 8; ++i) acc[i] += x[i] * x[i] * scale;
       }
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_causal_fwd_walkin
       for (int n = own.first; n < own.first + own.count; ++n, from += pitch, to += S::kRow) {
         float x[8], ratios[2] = {};
         load_vector<T>(from, x);
-        const float scale = kWalkScale * kept<S>(keep, n);
+        const float scale = kWalkScale * key_weight<S>(key_weights, n);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const float square = x[i] * x[i];
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_causal_fwd_walkin
     const TssaRows stored = rows_of(p, f.membership, s);
     each_row<S>(rows, [&](int n, int head, bool own_row) {
       const int64_t position = s.first + n;
-      const bool seen = !MASKED || static_cast<float>(position) >= *kept_from;
+      const bool seen = !MASKED || static_cast<float>(position) >= *first_key;
       // Only padded tokens, whose output is not read, are past the end.
       const float* const bias = f.bias == nullptr ? nullptr : f.bias + min(position, f.bias_tokens - 1);
       const auto similarity = [&](int h, float ratios) {
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_causal_fwd_walkin
       for (int n = own.first; n < own.first + own.count; ++n, from += pitch) {
         float x[8];
         load_vector<T>(from, x);
-        const float weight = members[n * HEADS + v.head] * kept<S>(keep, n), scaled = weight * kWalkScale;
+        const float weight = members[n * HEADS + v.head] * key_weight<S>(key_weights, n), scaled = weight * kWalkScale;
         mass += weight;
 #pragma unroll
         for (int i = 0; i < 8; ++i) acc[i] += x[i] * x[i] * scaled;
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_causal_fwd_walkin
       for (int n = own.first; n < own.first + own.count; ++n, from += pitch, to += out.token) {
         float x[8];
         load_vector<T>(from, x);
-        const float member = members[n * HEADS + v.head], weight = member * kept<S>(keep, n),
+        const float member = members[n * HEADS + v.head], weight = member * key_weight<S>(key_weights, n),
                     scaled = weight * kWalkScale;
         mass += weight;
         const float masses = (mass + kMassFloor) * kWalkScale, factor = -member * masses;

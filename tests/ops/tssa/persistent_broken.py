@@ -50,7 +50,7 @@ BROKEN = {
         "padded-scattered",
     ),
     "masked-tokens-weigh": (
-        "const float weight = members[n * HEADS + v.head] * kept<S>(keep, n);\n        mass",
+        "const float weight = members[n * HEADS + v.head] * key_weight<S>(key_weights, n);\n        mass",
         "const float weight = members[n * HEADS + v.head];\n        mass",
         "padded-scattered",
     ),
