@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._C._functorch import get_interpreter_stack
 from torch.autograd import forward_ad
 
-from crate_kernels._core import given
+from crate_kernels._core import op_checks
 from crate_kernels._core.packing import unmapped
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -46,7 +46,7 @@ def _dense(op: str, name: str, value: Tensor) -> None:
         raise NotImplementedError(f"{op}: {name} must not be a nested tensor")
     if value.layout != torch.strided:
         raise ValueError(f"{op}: {name} must be a dense tensor, got one of layout {value.layout}")
-    given.in_memory(op, name, value)
+    op_checks.in_memory(op, name, value)
 
 
 # What others call an argument of ours, where the letters do not tell.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._functorch import get_interpreter_stack
 from torch._guards import TracingContext
 
-from crate_kernels._core import backends, given, imports, plan, vmapped
+from crate_kernels._core import backends, imports, op_checks, plan, vmapped
 
 _LIB = torch.library.Library("crate_kernels", "DEF")
 of_op: dict[str, Callable] = {}  # by the name of an op: what differentiates a call of it
@@ -115,7 +115,7 @@ def define(
     def compute(*args: Any) -> Any:
         for argument, place in later:
             if args[place] is not None:
-                given.in_memory(name, argument, args[place])
+                op_checks.in_memory(name, argument, args[place])
         with without_autocast(next(a for a in args if isinstance(a, Tensor))):
             result = body(*map(_materialized, args))
         return _without_base(result) if isinstance(result, Tensor) else tuple(map(_without_base, result))

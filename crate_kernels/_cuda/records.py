@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from crate_kernels._core.given import KERNEL_DTYPES
 from crate_kernels._core.launches import Struct
+from crate_kernels._core.op_checks import KERNEL_DTYPES
 
 POINTER = ctypes.c_void_p
 DTYPES = KERNEL_DTYPES  # the device code's numbers of them

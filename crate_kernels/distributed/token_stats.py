@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import autograd, operator, philox
-from crate_kernels._core import given as tensors
+from crate_kernels._core import op_checks as tensors
 from crate_kernels.distributed.collectives import Ranks, without_autocast
 from crate_kernels.ops.tssa import call as whole
-from crate_kernels.ops.tssa import given
+from crate_kernels.ops.tssa import op_checks
 from crate_kernels.ops.tssa.products import causal_similarity, rows_dot
 
 _FULL_FLOOR, _CAUSAL_FLOOR, _MASS_FLOOR = 1e-24, 1e-12, 1e-8
@@ -120,7 +120,7 @@ class Full(torch.autograd.Function):
         """Return dw and this rank's part of dtemp."""
         w, temp, membership, energy, moment, mass = autograd.saved_tensors("tssa", ctx)
         call: StatsCall = ctx.call
-        given.backward(dout, dmembership, w, temp, membership, energy, moment, call.whole())
+        op_checks.backward(dout, dmembership, w, temp, membership, energy, moment, call.whole())
         _check_sums(w, {}, mass)
         squares = _squares(w)
         attention, slope = Full.attention(w, moment, call)
@@ -202,7 +202,7 @@ class Causal(torch.autograd.Function):
         """Return dw, this rank's part of dtemp, and the gradient of its biases; scans are repeated, not saved."""
         w, temp, bias, membership, energy, *sums = autograd.saved_tensors("tssa", ctx)
         call: StatsCall = ctx.call
-        given.backward_causal(dout, dmembership, w, temp, bias, membership, call.whole())
+        op_checks.backward_causal(dout, dmembership, w, temp, bias, membership, call.whole())
         _check_sums(w, {"energy": energy, "moment": sums[0]}, sums[1])
         squares = _squares(w)
         energy = Causal.energies(call.counted(squares), energy)

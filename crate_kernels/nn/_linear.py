@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module
 
-from crate_kernels._core import autograd, given, operator, products
+from crate_kernels._core import autograd, op_checks, operator, products
 from crate_kernels._core.products import product
 
 _OURS = (None, "cpp")  # the backends that may take other products than PyTorch's
@@ -18,10 +18,10 @@ _OURS = (None, "cpp")  # the backends that may take other products than PyTorch'
 def _backward(
     dy: Tensor, x: Tensor, weight: Tensor, need_dx: bool, need_dweight: bool, need_dbias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    given.floating("linear backward", "weight", weight, 2)
+    op_checks.floating("linear backward", "weight", weight, 2)
     rows = x.shape[:-1]
-    given.tensor("linear backward", "x", x, weight.dtype, (*rows, weight.shape[1]), weight.device)
-    given.tensor("linear backward", "dy", dy, weight.dtype, (*rows, weight.shape[0]), weight.device)
+    op_checks.tensor("linear backward", "x", x, weight.dtype, (*rows, weight.shape[1]), weight.device)
+    op_checks.tensor("linear backward", "dy", dy, weight.dtype, (*rows, weight.shape[0]), weight.device)
     g = dy.reshape(-1, weight.shape[0])
     dx = product(g, weight.t()).view(x.shape) if need_dx else x.new_empty(0)
     dweight = product(g.t(), x.reshape(-1, weight.shape[1]).t()) if need_dweight else x.new_empty(0)

@@ -9,17 +9,17 @@ import torch
 import crate_kernels as ck
 from crate_kernels._core import backends
 from crate_kernels._native import extension
-from tests.ops import test_given
+from tests.ops import test_op_checks
 from tests.ops.repeated import CALLS, both, call_of, known
 
 REFUSAL = "must have a storage of at least .* bytes, got one of"
 HOW = {"freed": 0, "cut": 1}  # share of the bytes that are left, but for the last one
-BACKENDS = sorted({*test_given.NAMES, "reference"})
+BACKENDS = sorted({*test_op_checks.NAMES, "reference"})
 repeats = pytest.mark.skipif(
     extension.PATH is None or backends._INTERPRETED,
     reason="needs python -m crate_kernels build, and TRITON_INTERPRET unset",
 )
-chosen = test_given.chosen
+chosen = test_op_checks.chosen
 
 
 def corrupt(t, how):
@@ -30,10 +30,10 @@ def corrupt(t, how):
 
 
 @pytest.mark.parametrize("chosen", BACKENDS, indirect=True)
-@pytest.mark.parametrize("name", test_given.CALLS)
+@pytest.mark.parametrize("name", test_op_checks.CALLS)
 @pytest.mark.parametrize("how", HOW)
 def test_a_call_refuses_each_input_by_name(name, chosen, how):
-    function, inputs = test_given.CALLS[name]
+    function, inputs = test_op_checks.CALLS[name]
     for i in range(len(inputs)):
         given = [t.clone() for t in inputs]
         corrupt(given[i], how)
@@ -48,17 +48,17 @@ def accepted(function, schema, values):
         if isinstance(values.get(argument.name), torch.Tensor):
             given = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in values.items()}
             corrupt(given[argument.name], "freed")
-            error = test_given.refusal(function, (given.get(a.name) for a in schema.arguments))
+            error = test_op_checks.refusal(function, (given.get(a.name) for a in schema.arguments))
             if not re.search(REFUSAL, str(error)):
                 found.append(f"{argument.name}: {error!r}")
     return found
 
 
 # What a forward is given, its public function checks.
-@pytest.mark.parametrize("chosen", test_given.NAMES, indirect=True)
-@pytest.mark.parametrize("entry", [e for e in test_given.ENTRIES if not e.partition("-")[0].endswith("_fwd")])
+@pytest.mark.parametrize("chosen", test_op_checks.NAMES, indirect=True)
+@pytest.mark.parametrize("entry", [e for e in test_op_checks.ENTRIES if not e.partition("-")[0].endswith("_fwd")])
 def test_an_op_refuses_each_tensor(entry, chosen):
-    room, function, inputs, _ = test_given.ENTRIES[entry]
+    room, function, inputs, _ = test_op_checks.ENTRIES[entry]
     if (room == "mssa" and chosen == "composite" and "decode" not in entry) or (
         room in ("lse", "linear") and chosen != "composite"
     ):
@@ -68,10 +68,10 @@ def test_an_op_refuses_each_tensor(entry, chosen):
 
 
 @pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
-@pytest.mark.parametrize("entry", test_given.LIBRARY)
+@pytest.mark.parametrize("entry", test_op_checks.LIBRARY)
 def test_an_op_of_the_extension_refuses_each_tensor(entry):
     extension.load()
-    overload, schema, values, _ = test_given.library_call(entry)
+    overload, schema, values, _ = test_op_checks.library_call(entry)
     assert accepted(overload, schema, values) == []
 
 
@@ -139,7 +139,7 @@ def test_a_repeated_call_refuses_an_output_that_was_freed(name):
         out.backward(torch.ones(out.shape))
 
 
-@pytest.mark.parametrize("chosen", test_given.NAMES, indirect=True)
+@pytest.mark.parametrize("chosen", test_op_checks.NAMES, indirect=True)
 @pytest.mark.parametrize("held", ["data", "energy", "weighted", "mass", "lengths"])
 def test_a_step_refuses_a_cache_that_was_freed(held, chosen):
     w = torch.randn(2, 3, 1, 16)

@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from crate_kernels._core import autograd, backends, checks, given, measured, operator
+from crate_kernels._core import autograd, backends, checks, measured, op_checks, operator
 from crate_kernels._core.shortcuts import may_repeat
 from crate_kernels.ops.ista import learned, op, reference
 from crate_kernels.ops.ista.call import ISTACall, OvercompleteCall
@@ -211,7 +211,7 @@ def _operand(x: Tensor) -> Tensor:
     dtype = _compute_dtype(x)
     if dtype == x.dtype:
         return x
-    given.in_memory("ista_overcomplete", "x", x)
+    op_checks.in_memory("ista_overcomplete", "x", x)
     return x.to(dtype)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from crate_kernels._core import given
+from crate_kernels._core import op_checks
 from crate_kernels._cuda import launch
 from crate_kernels._cuda.launch import Kernel, Shape
 from crate_kernels._cuda.records import CPP_TYPES, DTYPES, POINTER, Record
@@ -69,7 +69,7 @@ def update(terms: UpdateTerms, threshold: float, nonnegative: bool, out: Tensor)
     there = {name: t for name, t in tensors.items() if t is not None}
     numel = out.numel()
     for name, t in there.items():
-        given.elements("ista", name, t, numel, out.device)
+        op_checks.elements("ista", name, t, numel, out.device)
     parameters = IstaUpdate(
         **{name: Operand(data=t, dtype=DTYPES[t.dtype]) for name, t in there.items()},
         numel=numel,
@@ -85,11 +85,11 @@ def update(terms: UpdateTerms, threshold: float, nonnegative: bool, out: Tensor)
 
 def symmetrize(a: Tensor, both: Tensor) -> None:
     """Write a + a^T to ``both``."""
-    given.floating("ista", "a", a, 2)
+    op_checks.floating("ista", "a", a, 2)
     dim = a.shape[0]
-    given.elements("ista", "a", a, dim * dim, a.device)
-    given.tensor("ista", "both", both, a.dtype, (dim, dim), a.device)
-    given.elements("ista", "both", both, dim * dim, a.device)
+    op_checks.elements("ista", "a", a, dim * dim, a.device)
+    op_checks.tensor("ista", "both", both, a.dtype, (dim, dim), a.device)
+    op_checks.elements("ista", "both", both, dim * dim, a.device)
     tiles = -(-dim // _TILE)
     shape = Shape(tiles * tiles, _TILE * _TILE_ROWS, _TILE * (_TILE + 1) * 4)
     launch.run(_SYMMETRIZE[a.dtype], shape, [a, both, ctypes.c_int64(dim)], a.device)

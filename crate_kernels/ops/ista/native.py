@@ -29,7 +29,7 @@ from torch import Tensor
 from crate_kernels._core import products
 from crate_kernels._cuda.launch import is_gpu
 from crate_kernels._native.extension import Library, library
-from crate_kernels.ops.ista import cuda, given, steps
+from crate_kernels.ops.ista import cuda, op_checks, steps
 from crate_kernels.ops.ista.call import ISTACall
 from crate_kernels.ops.ista.cuda import UpdateTerms
 
@@ -227,7 +227,7 @@ def forward(x: Tensor, weight: Tensor, call: ISTACall) -> Tensor:
         return _forward(x, weight, call)
     if x.dtype == torch.bfloat16:
         return forward(x.float(), weight.float(), call._replace(compute=torch.float32)).to(x.dtype)
-    given.forward(x, weight, call)
+    op_checks.forward(x, weight, call)
     rows = steps.flat(x).contiguous()
     y = torch.empty_like(rows)
     few = library().ista_few_fwd
@@ -245,7 +245,7 @@ def backward(
         wide = dy.float(), x.float(), weight.float(), y.float()
         dx, dweight = backward(*wide, need_dx, need_dweight, call._replace(compute=torch.float32))
         return dx.to(x.dtype), dweight.to(weight.dtype)
-    given.backward(dy, x, weight, y)
+    op_checks.backward(dy, x, weight, y)
     shape = x.shape
     dy, x, y = (steps.flat(t).contiguous() for t in (dy, x, y))
     weight = weight.contiguous()

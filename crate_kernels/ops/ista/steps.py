@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from crate_kernels.ops.ista import given
+from crate_kernels.ops.ista import op_checks
 from crate_kernels.ops.ista.call import ISTACall, OvercompleteCall
 
 
@@ -291,8 +291,8 @@ def passes(step: Callable[[Tensor], Engine], overcomplete: Callable | None = Non
         return call
 
     return (
-        on(step, forward, given.forward, x=0),
-        on(step, backward, given.backward, x=1),
-        on(overcomplete, forward_overcomplete, given.forward_overcomplete, x=0),
-        on(overcomplete, backward_overcomplete, given.backward_overcomplete, x=1),
+        on(step, forward, op_checks.forward, x=0),
+        on(step, backward, op_checks.backward, x=1),
+        on(overcomplete, forward_overcomplete, op_checks.forward_overcomplete, x=0),
+        on(overcomplete, backward_overcomplete, op_checks.backward_overcomplete, x=1),
     )

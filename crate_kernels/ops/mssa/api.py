@@ -7,7 +7,7 @@ from typing import Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
-from crate_kernels._core import backends, checks, given, measured, operator
+from crate_kernels._core import backends, checks, measured, op_checks, operator
 from crate_kernels._core.shortcuts import may_repeat
 from crate_kernels.ops.mssa import composite, op, order, reference
 from crate_kernels.ops.mssa.cache import SubspaceCache
@@ -224,7 +224,7 @@ def _cast_by_autocast(w: Tensor) -> Tensor:
     dtype = operator.autocast_dtype(w)
     if dtype in (None, w.dtype) or w.dtype not in _CAST:
         return w
-    given.in_memory("mssa", "w", w)
+    op_checks.in_memory("mssa", "w", w)
     return w.to(dtype)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from crate_kernels._core import autograd, imports, operator, packing
-from crate_kernels.ops.mssa import given
+from crate_kernels.ops.mssa import op_checks
 from crate_kernels.ops.mssa.call import DecodeCall, MSSACall
 from crate_kernels.ops.mssa.logsumexp import logsumexp
 
@@ -144,7 +144,7 @@ def mssa(w: Tensor, call: MSSACall, plain: str | None, return_lse: bool) -> tupl
 
 def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Append ``w`` to the cache and attend over it; ``uniform``: every length is ``bound``."""
-    given.decode(w, data, lengths, call)
+    op_checks.decode(w, data, lengths, call)
     key_padding_mask, bound, uniform, scale, need_lse = call
     new = w.shape[2]
     end = min(bound + new, data.shape[2])

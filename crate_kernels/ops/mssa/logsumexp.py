@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import autograd, operator
-from crate_kernels.ops.mssa import given
+from crate_kernels.ops.mssa import op_checks
 from crate_kernels.ops.mssa.call import OPTIONAL_SCALE, MSSACall, empty_lse
 
 # Scores alive at once: 64 MB in fp32, enough that a launch costs nothing beside them.
@@ -35,7 +35,7 @@ def _scores(w: Tensor, rows: slice, call: MSSACall) -> Tensor:
 
 def _forward(w: Tensor, *options: Any) -> Tensor:
     call = MSSACall(*options).filled(w)
-    given.forward(w, call)
+    op_checks.forward(w, call)
     w = w.to(operator.stat_dtype(w.dtype))
     return torch.cat([_scores(w, rows, call).logsumexp(-1) for rows in _chunks(w)], dim=2)
 
@@ -43,7 +43,7 @@ def _forward(w: Tensor, *options: Any) -> Tensor:
 def _backward(dlse: Tensor, w: Tensor, lse: Tensor, *options: Any) -> Tensor:
     # dS = P * dlse; w is the query of a row and the key of a column.
     call = MSSACall(*options).filled(w)
-    given.logsumexp_backward(dlse, w, lse, call)
+    op_checks.logsumexp_backward(dlse, w, lse, call)
     x, lse = w.to(lse.dtype), lse.masked_fill(lse == -torch.inf, 0.0)
     dw = x.new_zeros(x.shape)
     for rows in _chunks(x):

@@ -14,7 +14,7 @@ from crate_kernels._core import backends, operator
 from crate_kernels._cuda import launch
 from crate_kernels._cuda.launch import is_gpu
 from crate_kernels._native.extension import library
-from crate_kernels.ops.mssa import given
+from crate_kernels.ops.mssa import op_checks
 from crate_kernels.ops.mssa.call import DecodeCall, MSSACall, empty_lse, no_lse
 from crate_kernels.ops.mssa.cuda import heads, long_pairs, long_rows, plain, problem, steps, tensor_cores
 from crate_kernels.ops.mssa.splits import cdiv, choose_splits
@@ -29,7 +29,7 @@ def forward(w: Tensor, call: MSSACall) -> tuple[Tensor, Tensor]:
     """Return ``out`` and ``lse``; shapes as in the public function."""
     out, lse = operator.empty_out(w), empty_lse(w)
     if is_gpu(w.device):
-        given.forward(w, call)
+        op_checks.forward(w, call)
         if out.numel():
             taking = next((one for one in (heads, long_rows) if one.take_forward(w, out, call)), None)
             left = None if taking is None else taking.forward(w, call, out, lse)
@@ -61,7 +61,7 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
     if not is_gpu(w.device):
         library().mssa_bwd(dout, dlse, w, out, lse, *call, dw)
         return dw
-    given.backward(dout, dlse, w, out, lse, call)
+    op_checks.backward(dout, dlse, w, out, lse, call)
     if dw.numel():
         check_head_dim(w)
         scratch = lse.new_empty((2 if call.threshold is None else 3, *lse.shape))
@@ -83,7 +83,7 @@ def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[
     if not is_gpu(w.device):
         library().mssa_decode(w, data, lengths, *call, out, lse)
         return out, lse
-    given.decode(w, data, lengths, call)
+    op_checks.decode(w, data, lengths, call)
     if not out.numel():
         return out, lse
     check_head_dim(w)

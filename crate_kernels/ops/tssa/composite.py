@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import operator, packing
-from crate_kernels.ops.tssa import given
+from crate_kernels.ops.tssa import op_checks
 from crate_kernels.ops.tssa.call import State, TSSACall
 from crate_kernels.ops.tssa.products import causal_similarity, rows_dot
 
@@ -39,7 +39,7 @@ def _layout(w: Tensor, call: TSSACall) -> tuple[packing.PackedLayout, TSSACall]:
 
 def forward(w: Tensor, temp: Tensor, call: TSSACall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, membership, the column energies c and the second moments M."""
-    given.forward(w, temp, call)
+    op_checks.forward(w, temp, call)
     if call.packed:
         where, batched = _layout(w, call)
         out, membership, energy, moment = forward(where.pad(w), temp, batched)
@@ -77,7 +77,7 @@ def backward(
     call: TSSACall,
 ) -> tuple[Tensor, Tensor]:
     """Return dw and dtemp."""
-    given.backward(dout, dmembership, w, temp, membership, energy, moment, call)
+    op_checks.backward(dout, dmembership, w, temp, membership, energy, moment, call)
     if call.packed:
         where, batched = _layout(w, call)
         dmembership = None if dmembership is None else where.pad_rows(dmembership)
@@ -197,7 +197,7 @@ def _run_causal(
 
 def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: TSSACall) -> tuple[Tensor, Tensor]:
     """Return out and membership of the causal form."""
-    given.forward_causal(w, temp, denom_bias, call)
+    op_checks.forward_causal(w, temp, denom_bias, call)
     if call.packed:
         where, batched = _layout(w, call)
         out, membership = forward_causal(where.pad(w), temp, denom_bias, batched)
@@ -219,7 +219,7 @@ def backward_causal(
 
     ``real``, (batch, seqlen), marks the tokens of packed sequences; None: all are.
     """
-    given.backward_causal(dout, dmembership, w, temp, denom_bias, membership, call)
+    op_checks.backward_causal(dout, dmembership, w, temp, denom_bias, membership, call)
     if call.packed:
         where, batched = _layout(w, call)
         dmembership = None if dmembership is None else where.pad_rows(dmembership)
@@ -309,7 +309,7 @@ def decode(
     key_padding_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Advance the running sums over the new tokens; they are changed in place."""
-    given.decode(w, temp, denom_bias, state, key_padding_mask)
+    op_checks.decode(w, temp, denom_bias, state, key_padding_mask)
     bias = None
     if w.shape[2] == 1:
         if denom_bias is not None:

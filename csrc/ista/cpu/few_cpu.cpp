@@ -7,7 +7,7 @@
 #include "../../common/cpu/capability.h"
 #include "../../common/cpu/isa.h"
 #include "../../common/cpu/parallel.h"
-#include "../../common/given.h"
+#include "../../common/op_checks.h"
 #include "kernels.h"
 
 namespace crate_kernels {
@@ -27,23 +27,23 @@ const IstaKernels& kernels() {
 
 // A call's tensors: rows of tokens and a square, contiguous and float32.
 struct Few {
-  const Given given;
+  const OpChecks checks;
   int64_t tokens, dim;
 
-  Few(const char* call, const Tensor& x, const Tensor& weight) : given(call, "x", x), tokens(0), dim(0) {
-    given.rank("x", x, 2);
+  Few(const char* call, const Tensor& x, const Tensor& weight) : checks(call, "x", x), tokens(0), dim(0) {
+    checks.rank("x", x, 2);
     tokens = x.size(0);
     dim = x.size(1);
     STD_TORCH_CHECK(dim > 0 && dim % kIstaBand == 0, call, ": dim must be a multiple of ", kIstaBand, ", got ", dim);
-    given.numbers("weight", weight, {dim, dim});
+    checks.numbers("weight", weight, {dim, dim});
   }
 
   float* rows(const Tensor& t, const char* name) const {
-    given.numbers(name, t, {tokens, dim});
+    checks.numbers(name, t, {tokens, dim});
     return static_cast<float*>(t.data_ptr());
   }
   float* square(const Tensor& t, const char* name) const {
-    given.numbers(name, t, {dim, dim});
+    checks.numbers(name, t, {dim, dim});
     return static_cast<float*>(t.data_ptr());
   }
   std::unique_ptr<float[]> scratch() const { return std::unique_ptr<float[]>(new float[tokens * dim]); }

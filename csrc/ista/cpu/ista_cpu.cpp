@@ -7,7 +7,7 @@
 #include "../../common/cpu/capability.h"
 #include "../../common/cpu/isa.h"
 #include "../../common/cpu/parallel.h"
-#include "../../common/given.h"
+#include "../../common/op_checks.h"
 #include "../../common/plan.h"
 #include "kernels.h"
 
@@ -28,12 +28,12 @@ const IstaKernels& kernels() {
 
 void update(Tensor product, std::optional<Tensor> base, std::optional<Tensor> gate, double scale, double threshold,
             bool nonnegative, Tensor out) {
-  const Given given("ista", "out", out);
+  const OpChecks checks("ista", "out", out);
   const int64_t numel = out.numel();
-  const IstaCpuUpdate u = {given.elements("product", product, numel),
-                           given.elements("base", base, numel),
-                           given.elements("gate", gate, numel),
-                           given.elements("out", out, numel),
+  const IstaCpuUpdate u = {checks.elements("product", product, numel),
+                           checks.elements("base", base, numel),
+                           checks.elements("gate", gate, numel),
+                           checks.elements("out", out, numel),
                            static_cast<float>(scale),
                            static_cast<float>(threshold),
                            nonnegative};
@@ -57,30 +57,30 @@ void for_each_band(void (*kernel)(const Pass&, int64_t), const Pass& pass, int64
 }
 
 void subtract_symmetric(Tensor a, Tensor b, Tensor out) {
-  const Given given("ista", "a", a);
-  given.rank("a", a, 2);
+  const OpChecks checks("ista", "a", a);
+  checks.rank("a", a, 2);
   const int64_t dim = a.size(0);
-  given.numbers("a", a, {dim, dim});
-  given.numbers("b", b, {dim, dim});
-  const IstaSquare s = {floats(a), floats(b), given.elements("out", out, dim * dim), dim};
+  checks.numbers("a", a, {dim, dim});
+  checks.numbers("b", b, {dim, dim});
+  const IstaSquare s = {floats(a), floats(b), checks.elements("out", out, dim * dim), dim};
   for_each_band(kernels().subtract_symmetric, s, dim, dim);
 }
 
 void add_transposed(Tensor a, Tensor out) {
-  const Given given("ista", "a", a);
-  given.rank("a", a, 2);
+  const OpChecks checks("ista", "a", a);
+  checks.rank("a", a, 2);
   const int64_t dim = a.size(0);
-  given.numbers("a", a, {dim, dim});
-  const IstaSquare s = {floats(a), nullptr, given.elements("out", out, dim * dim), dim};
+  checks.numbers("a", a, {dim, dim});
+  const IstaSquare s = {floats(a), nullptr, checks.elements("out", out, dim * dim), dim};
   for_each_band(kernels().add_transposed, s, dim, dim);
 }
 
 void transpose(Tensor a, Tensor out) {
-  const Given given("transpose", "a", a);
-  given.rank("a", a, 2);
+  const OpChecks checks("transpose", "a", a);
+  checks.rank("a", a, 2);
   const int64_t rows = a.size(0), columns = a.size(1);
-  given.numbers("a", a, {rows, columns});
-  given.numbers("out", out, {columns, rows});
+  checks.numbers("a", a, {rows, columns});
+  checks.numbers("out", out, {columns, rows});
   for_each_band(kernels().transpose, IstaTranspose{floats(a), floats(out), rows, columns}, rows, columns);
 }
 

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../given.h"
+#include "../op_checks.h"
 #include "host.h"
 
 namespace crate_kernels {
@@ -42,7 +42,7 @@ void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor o
   const MssaProblem p = problem(w, call.attention());
   const int64_t batch = w.size(0), nheads = w.size(1), tokens = w.size(2), capacity = data.size(2);
   const int64_t heads = batch * nheads;
-  int32_t* const held = static_cast<int32_t*>(lengths.data_ptr());
+  int32_t* const cached_lengths = static_cast<int32_t*>(lengths.data_ptr());
   const uint8_t* const mask =
       call.key_padding_mask ? static_cast<const uint8_t*>(call.key_padding_mask->data_ptr()) : nullptr;
   std::vector<Sequence> sequences(batch);
@@ -50,7 +50,7 @@ void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor o
   int64_t longest = 0;
   for (int64_t b = 0; b < batch; ++b) {
     Sequence& s = sequences[b];
-    const int64_t start = std::clamp<int64_t>(held[b], 0, capacity);
+    const int64_t start = std::clamp<int64_t>(cached_lengths[b], 0, capacity);
     s = {start, start, mask == nullptr ? nullptr : mask + b * tokens};
     for (int64_t i = 0; i < tokens; ++i) {
       if (s.key_mask == nullptr || s.key_mask[i] != 0) s.end = std::min(s.end + 1, capacity);
@@ -92,7 +92,7 @@ void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor o
   for_each_task(heads * parts, task, 1 + numbers / kLeastShare);
   for (int64_t i = 0; parts > 1 && i < heads; ++i) k.decode_combine(p, head(i), static_cast<int>(parts));
   // Last: a call that runs out of memory leaves the cache as long as it was.
-  for (int64_t b = 0; b < batch; ++b) held[b] = static_cast<int32_t>(sequences[b].end);
+  for (int64_t b = 0; b < batch; ++b) cached_lengths[b] = static_cast<int32_t>(sequences[b].end);
 }
 
 }  // namespace

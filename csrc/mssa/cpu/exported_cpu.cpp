@@ -11,12 +11,12 @@ struct ExportedCall {
   bool scaled;
 };
 
-std::tuple<Tensor, Tensor> forward(Tensor w, ExportedCall given, std::string backend) {
+std::tuple<Tensor, Tensor> forward(Tensor w, ExportedCall exported, std::string backend) {
   check_backend("mssa", backend);
-  const MssaCall& call = given.call;
+  const MssaCall& call = exported.call;
   const Tensor out = empty_out(w), lse = empty_rows(w);
   const auto head_dim = static_cast<double>(std::max<int64_t>(w.size(w.dim() - 1), 1));
-  const double scale = given.scaled ? call.scale : 1.0 / std::sqrt(head_dim);
+  const double scale = exported.scaled ? call.scale : 1.0 / std::sqrt(head_dim);
   run_kernel("mssa_fwd", w, contiguous(call.key_padding_mask), contiguous(call.cu_seqlens), call.max_seqlen,
              contiguous(call.seed), call.mask.causal, scale, call.dropout_p, call.threshold, out, lse);
   return {out, lse};
@@ -27,13 +27,14 @@ std::tuple<Tensor, Tensor> forward(Tensor w, ExportedCall given, std::string bac
 template <>
 inline ExportedCall Arguments::take<ExportedCall>() {
   using Optional = std::optional<Tensor>;
-  ExportedCall given = {{take<Optional>(), take<Optional>(), take<int64_t>(), take<Optional>(), {take<bool>()}}, true};
+  ExportedCall exported = {{take<Optional>(), take<Optional>(), take<int64_t>(), take<Optional>(), {take<bool>()}},
+                           true};
   const auto scale = take<std::optional<double>>();
-  given.scaled = scale.has_value();
-  given.call.scale = scale.value_or(1.0);
-  given.call.dropout_p = take<double>();
-  given.call.threshold = take<std::optional<double>>();
-  return given;
+  exported.scaled = scale.has_value();
+  exported.call.scale = scale.value_or(1.0);
+  exported.call.dropout_p = take<double>();
+  exported.call.threshold = take<std::optional<double>>();
+  return exported;
 }
 
 namespace {

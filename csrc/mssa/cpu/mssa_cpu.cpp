@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "../../common/packing.h"
-#include "../given.h"
+#include "../op_checks.h"
 #include "host.h"
 
 namespace crate_kernels {

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "../given.h"
+#include "../op_checks.h"
 #include "host.h"
 
 namespace crate_kernels {

@@ -8,7 +8,7 @@
 #include "../../common/cpu/parallel.h"
 #include "../../common/packing.h"
 #include "../../common/plan.h"
-#include "../given.h"
+#include "../op_checks.h"
 #include "kernels.h"
 
 namespace crate_kernels {

@@ -41,7 +41,8 @@ BROKEN = {
     "steps-of-the-longest": ("(sequence_of(p, index).count + stride", "(p.seqlen - 1 + stride", "packed"),
     "one-group-for-all": ("first = v.group * most,", "first = 0 * v.group * most,", "three-steps"),
     "masked-tokens-counted": (
-        "const float scale = kWalkScale * key_weight<S>(key_weights, n);\n#pragma unroll\n        for (int i = 0; i < 8; ++i) acc",
+        "const float scale = kWalkScale * key_weight<S>(key_weights, n);\n#pragma unroll\n"
+        "        for (int i = 0; i < 8; ++i) acc",
         "const float scale = kWalkScale;\n#pragma unroll\n        for (int i = 0; i < 8; ++i) acc",
         "padded-scattered",
     ),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crate_kernels._core import operator, philox
-from crate_kernels.ops.mssa.rectangular import given
+from crate_kernels.ops.mssa.rectangular import op_checks
 from crate_kernels.ops.mssa.rectangular.call import RangeTokens, RectangularCall, sees
 
 # Scores alive at once: 64 MB in fp32, enough that a launch costs nothing beside them.
@@ -54,7 +54,7 @@ def _finite(lse: Tensor) -> Tensor:
 
 def forward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> tuple[Tensor, Tensor]:
     """Return the output and lse of the rows over these columns alone, in fp32 or better."""
-    given.forward(rows, columns, call)
+    op_checks.forward(rows, columns, call)
     dtype = operator.stat_dtype(rows.w.dtype)
     out = rows.w.new_zeros(rows.w.shape, dtype=dtype)
     lse = out.new_full(rows.w.shape[:3], -torch.inf)
@@ -79,7 +79,7 @@ def delta(dout: Tensor, out: Tensor) -> Tensor:
 
     The diagonal of a product as the backward's is summed in its order: where one weight is all, they cancel.
     """
-    given.delta(dout, out)
+    op_checks.delta(dout, out)
     dtype, rows = operator.stat_dtype(dout.dtype), dout.shape[2]
     # Whole blocks: a product of fewer rows may be summed in another order.
     g, o = (F.pad(t.to(dtype), (0, 0, 0, -rows % _DELTA_ROWS)).unflatten(2, (-1, _DELTA_ROWS)) for t in (dout, out))
@@ -88,7 +88,7 @@ def delta(dout: Tensor, out: Tensor) -> Tensor:
 
 def backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> Tensor:
     """Return what the columns, as keys and as queries, add to the gradient of the rows, in fp32 or better."""
-    given.backward(rows, columns, call)
+    op_checks.backward(rows, columns, call)
     dtype = operator.stat_dtype(rows.w.dtype)
     dw = rows.w.new_zeros(rows.w.shape, dtype=dtype)
     if not (sees(rows, columns, call) or sees(columns, rows, call)):

@@ -9,7 +9,7 @@ from crate_kernels._cuda.launch import is_gpu
 from crate_kernels._native.extension import library
 from crate_kernels.ops.mssa.cuda import plain
 from crate_kernels.ops.mssa.native import check_head_dim
-from crate_kernels.ops.mssa.rectangular import cuda, given
+from crate_kernels.ops.mssa.rectangular import cuda, op_checks
 from crate_kernels.ops.mssa.rectangular.call import RangeTokens, RectangularCall
 
 
@@ -27,7 +27,7 @@ def forward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> t
     if columns.w.shape[2] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     if is_gpu(rows.w.device):
-        given.forward(rows, columns, call)
+        op_checks.forward(rows, columns, call)
         if out.numel():
             plain.forward(cuda.of_forward(rows, columns, _contiguous(call), out, lse), rows.w, apart=True)
     else:
@@ -40,7 +40,7 @@ def delta(dout: Tensor, out: Tensor) -> Tensor:
     check_head_dim(dout)
     delta = dout.new_empty(dout.shape[:3], dtype=torch.float32)
     if is_gpu(dout.device):
-        given.delta(dout, out)
+        op_checks.delta(dout, out)
         if delta.numel():
             plain.find_delta(cuda.of_delta(dout, out, delta), dout)
     else:
@@ -55,7 +55,7 @@ def backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> 
     if columns.w.shape[2] == 0:
         return dw.zero_()
     if is_gpu(rows.w.device):
-        given.backward(rows, columns, call)
+        op_checks.backward(rows, columns, call)
         if dw.numel():
             plain.backward(cuda.of_backward(rows, columns, _contiguous(call), dw), rows.w, apart=True)
         return dw

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crate_kernels._core import backends, given, operator
+from crate_kernels._core import backends, op_checks, operator
 from crate_kernels.ops.mssa.rectangular.call import RangeTokens, RectangularCall
 
 PART = "mssa.rectangular"
@@ -123,7 +123,7 @@ def delta(
     rest = o - own.to(dtype)
     another = torch.where(lse.abs() > _LARGE, product, (g * o).sum(-1))
     if low is not None:
-        given.tensor("mssa backward", "low", low, out.dtype, out.shape, out.device)
+        op_checks.tensor("mssa backward", "low", low, out.dtype, out.shape, out.device)
         taken = low.to(dtype)
         another = another + (g * taken).sum(-1)
         rest = rest + (taken if own_low is None else taken - own_low.to(dtype))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from crate_kernels._triton import launch
 from crate_kernels.ops.mssa import call as whole
-from crate_kernels.ops.mssa.rectangular import given
+from crate_kernels.ops.mssa.rectangular import op_checks
 from crate_kernels.ops.mssa.rectangular.call import RangeTokens, RectangularCall
 from crate_kernels.ops.mssa.splits import cdiv
 from crate_kernels.ops.mssa.triton import tables, tile
@@ -134,7 +134,7 @@ _MASKED_KEYS = 64  # keys per tile where masks cut: they take registers that wid
 
 def forward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> tuple[Tensor, Tensor]:
     """Return ``out`` and ``lse`` of the rows over these columns alone, in fp32."""
-    given.forward(rows, columns, call)
+    op_checks.forward(rows, columns, call)
     w, mask = rows.w, columns.key_padding_mask
     out = w.new_empty(w.shape, dtype=torch.float32)
     lse = w.new_empty(w.shape[:3], dtype=torch.float32)
@@ -176,7 +176,7 @@ _DELTA_ROWS = 32  # rows per program of delta.py
 
 def delta(dout: Tensor, out: Tensor) -> Tensor:
     """Return the product of each row of ``dout`` with the same row of ``out``, as the backward's are summed."""
-    given.delta(dout, out)
+    op_checks.delta(dout, out)
     delta = dout.new_empty(dout.shape[:3], dtype=torch.float32)
     if delta.numel() == 0:
         return delta
@@ -206,7 +206,7 @@ _MASKED_ROWS = 32  # rows per tile where masks cut, and with dropout
 
 def backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> Tensor:
     """Return what the columns, as keys and as queries, add to the gradient of the rows, in fp32."""
-    given.backward(rows, columns, call)
+    op_checks.backward(rows, columns, call)
     w, (dout, lse, delta, dlse) = rows.w, rows.gradients()
     column_dout, column_lse, column_delta, column_dlse = columns.gradients()
     # In 16 bits the rounding of delta - dlse is nothing, and one number in place of two saves registers.

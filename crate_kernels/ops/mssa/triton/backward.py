@@ -26,7 +26,7 @@ from torch import Tensor
 
 from crate_kernels._core import operator
 from crate_kernels._triton import jit, launch
-from crate_kernels.ops.mssa import given
+from crate_kernels.ops.mssa import op_checks
 from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.splits import cdiv
 from crate_kernels.ops.mssa.triton import symmetric, tables, tile
@@ -150,7 +150,7 @@ def _by_head(tokens: Tensor) -> Tensor:
 
 def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: MSSACall) -> Tensor:
     """Return the gradient of ``w``; ``dout`` or ``dlse`` is None where that output got no gradient."""
-    given.backward(dout, dlse, w, out, lse, call)
+    op_checks.backward(dout, dlse, w, out, lse, call)
     select = call.threshold is not None
     # The selection of phi="threshold" is piecewise constant: its scores get a gradient from lse alone.
     products = dout is not None and not select

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from crate_kernels._triton import launch
-from crate_kernels.ops.mssa import given
+from crate_kernels.ops.mssa import op_checks
 from crate_kernels.ops.mssa.call import DecodeCall, empty_decoded
 from crate_kernels.ops.mssa.splits import cdiv, choose_splits
 from crate_kernels.ops.mssa.triton import tables, tile
@@ -150,7 +150,7 @@ _COMBINED = 32  # rows of stretches that a program of the second kernel loads at
 
 def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Append ``w`` to the cache and attend over it; ``call.bound`` serves only to choose the number of stretches."""
-    given.decode(w, data, lengths, call)
+    op_checks.decode(w, data, lengths, call)
     batch, nheads, new, head_dim = w.shape
     out, lse = empty_decoded(w, call)
     if out.numel() == 0:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from crate_kernels._core import operator
 from crate_kernels._triton import jit, launch
-from crate_kernels.ops.mssa import given
+from crate_kernels.ops.mssa import op_checks
 from crate_kernels.ops.mssa.call import MSSACall, empty_lse
 from crate_kernels.ops.mssa.triton import tables, tile
 from crate_kernels.ops.mssa.triton.head import find_head, form_of, largest, scores_of, tokens_of
@@ -81,7 +81,7 @@ _MASKED_KEYS = 64  # keys per tile where masks cut: they take registers that wid
 
 def forward(w: Tensor, call: MSSACall) -> tuple[Tensor, Tensor]:
     """Return ``out`` and ``lse``; shapes as in the public function."""
-    given.forward(w, call)
+    op_checks.forward(w, call)
     out, lse = operator.empty_out(w), empty_lse(w)
     if out.numel() == 0:
         return out, lse

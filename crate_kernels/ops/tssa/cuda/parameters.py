@@ -7,7 +7,7 @@ from ctypes import c_float, c_int, c_int64, c_uint64
 
 from torch import Tensor
 
-from crate_kernels._core.given import contiguous
+from crate_kernels._core.op_checks import contiguous
 from crate_kernels._cuda.records import DTYPES, POINTER, Record
 from crate_kernels.ops.tssa.call import TSSACall
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import operator
-from crate_kernels._core.given import contiguous
+from crate_kernels._core.op_checks import contiguous
 from crate_kernels._cuda import launch, records
 from crate_kernels._cuda.launch import Kernel, Shape
 from crate_kernels._cuda.records import Parameter
-from crate_kernels.ops.tssa import given
+from crate_kernels.ops.tssa import op_checks
 from crate_kernels.ops.tssa.call import Saved, State, TSSACall
 from crate_kernels.ops.tssa.cuda.forms import LaunchForm, causal_backward_bytes, choose
 from crate_kernels.ops.tssa.cuda.names import DBIAS, SCAN, causal_steps, full_steps, resident
@@ -129,11 +129,11 @@ def forward(
 ) -> tuple[Tensor, ...]:
     """Return out, membership and, of the full form, energy and moment. ``state`` is advanced."""
     if state is not None:
-        given.decode(w, temp, denom_bias, state, call.key_padding_mask)
+        op_checks.decode(w, temp, denom_bias, state, call.key_padding_mask)
         for name, held in state._asdict().items():
             contiguous("tssa", f"cache.{name}", held)
     else:
-        given.forward_causal(w, temp, denom_bias, call)
+        op_checks.forward_causal(w, temp, denom_bias, call)
     p, form = choose(w, None, call, causal, decoding=state is not None)
     out, membership = operator.empty_out(w), call.empty_membership(w)
     statistics = () if causal else (call.empty_channels(w), call.empty_channels(w))
@@ -174,10 +174,10 @@ def backward(
     """Return dw, dtemp and, with a bias, its gradient."""
     w, temp, denom_bias, membership, energy, moment = saved
     if energy is None or moment is None:
-        given.backward_causal(dout, dmembership, w, temp, denom_bias, membership, call)
+        op_checks.backward_causal(dout, dmembership, w, temp, denom_bias, membership, call)
         statistics = ()
     else:
-        given.backward(dout, dmembership, w, temp, membership, energy, moment, call)
+        op_checks.backward(dout, dmembership, w, temp, membership, energy, moment, call)
         statistics = energy, moment
     p, form = choose(w, dout, call, causal, statistics)
     dw = operator.empty_out(w)

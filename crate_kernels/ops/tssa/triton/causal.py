@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from crate_kernels._core import operator
-from crate_kernels.ops.tssa import given
+from crate_kernels.ops.tssa import op_checks
 from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.triton import quotients, tile
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, TokenSizes, run_causal
@@ -186,7 +186,7 @@ def forward_causal(
     call: TSSACall,
 ) -> tuple[Tensor, Tensor]:
     """Return out and membership of the causal form."""
-    given.forward_causal(w, temp, denom_bias, call)
+    op_checks.forward_causal(w, temp, denom_bias, call)
     sizes = TokenSizes(w, call)
     out, membership = operator.empty_out(w), sizes.empty_rows()
     run_causal(_tssa_causal_fwd_kernel, sizes, causal_arguments(sizes, w, temp, denom_bias, out, membership))

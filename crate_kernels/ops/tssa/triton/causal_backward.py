@@ -40,7 +40,7 @@ from torch import Tensor
 
 from crate_kernels._core import operator
 from crate_kernels._triton import launch
-from crate_kernels.ops.tssa import given
+from crate_kernels.ops.tssa import op_checks
 from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.triton import quotients, tile
 from crate_kernels.ops.tssa.triton.causal_bias import through_bias
@@ -283,7 +283,7 @@ def backward_causal(
     call: TSSACall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dw, dtemp and ddenom_bias (empty without a bias)."""
-    given.backward_causal(dout, dmembership, w, temp, denom_bias, membership, call)
+    op_checks.backward_causal(dout, dmembership, w, temp, denom_bias, membership, call)
     sizes = TokenSizes(w, call)
     cut, nchunks = causal_tile(CAUSAL_BACKWARD, sizes)
     cut |= head_groups(CAUSAL_BACKWARD, sizes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from crate_kernels._core import operator
-from crate_kernels.ops.tssa import given
+from crate_kernels.ops.tssa import op_checks
 from crate_kernels.ops.tssa.call import State, TSSACall
 from crate_kernels.ops.tssa.triton.causal import _tssa_causal_fwd_kernel, causal_arguments
 from crate_kernels.ops.tssa.triton.launch import TokenSizes, run_causal
@@ -29,7 +29,7 @@ def decode(
     A step is one launch, which reads the sums and writes them back; the host reads nothing. The sums of a long block,
     which goes by chunks, are added to the state at the end.
     """
-    given.decode(w, temp, denom_bias, state, key_padding_mask)
+    op_checks.decode(w, temp, denom_bias, state, key_padding_mask)
     sizes, (energy, weighted, mass, lengths) = TokenSizes(w, TSSACall(key_padding_mask)), state
     out, membership = operator.empty_out(w), sizes.empty_rows()
     arguments = causal_arguments(sizes, w, temp, denom_bias, out, membership)

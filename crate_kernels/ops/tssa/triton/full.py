@@ -33,7 +33,7 @@ from torch import Tensor
 
 from crate_kernels._core import operator
 from crate_kernels._triton.jit import keep_mask
-from crate_kernels.ops.tssa import given
+from crate_kernels.ops.tssa import op_checks
 from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.triton import quotients, tile
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, TokenSizes, run_full
@@ -153,7 +153,7 @@ def forward(
     call: TSSACall,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, membership, the column energies c and the second moments M."""
-    given.forward(w, temp, call)
+    op_checks.forward(w, temp, call)
     sizes = TokenSizes(w, call)
     out, membership = operator.empty_out(w), sizes.empty_rows()
     energy = w.new_empty(sizes.nsequences, sizes.nheads, sizes.head_dim, dtype=torch.float32)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from crate_kernels._core import operator
-from crate_kernels.ops.tssa import given
+from crate_kernels.ops.tssa import op_checks
 from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.triton import quotients, tile
 from crate_kernels.ops.tssa.triton.full import channel_gate
@@ -151,7 +151,7 @@ def backward(
     call: TSSACall,
 ) -> tuple[Tensor, Tensor]:
     """Return dw and dtemp."""
-    given.backward(dout, dmembership, w, temp, membership, energy, moment, call)
+    op_checks.backward(dout, dmembership, w, temp, membership, energy, moment, call)
     sizes = TokenSizes(w, call)
     dw, scratch = operator.empty_out(w), sizes.empty_rows(2)
     dtemp = w.new_empty(sizes.nsequences, sizes.nheads, dtype=torch.float32)

@@ -1,4 +1,4 @@
-// Holds the tensors of a call on a CPU against each other. Kernels trust sizes and devices, and read another dtype as
+// Checks the tensors of a call on a CPU against each other. Kernels trust sizes and devices, and read another dtype as
 // wrong numbers. Autograd hands a backward what its forward saved, which its owner may have changed since.
 #pragma once
 
@@ -23,10 +23,10 @@ struct Sizes {
   }
 };
 
-class Given {
+class OpChecks {
  public:
   // `call` begins every message.
-  Given(const char* call, const char* name, const Tensor& first) : call_(call) {
+  OpChecks(const char* call, const char* name, const Tensor& first) : call_(call) {
     if (!here(first)) refuse(name, "on cpu", first);
     in_memory(name, first, view_of(first));
   }

@@ -1,11 +1,11 @@
-"""Checks of the tensors that kernels in Python are given; csrc/tssa/given.h has those of kernels in C++."""
+"""Checks the tensors of kernels in Python; csrc/tssa/op_checks.h checks those of kernels in C++."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from crate_kernels._core import given, operator
+from crate_kernels._core import op_checks, operator
 from crate_kernels.ops.tssa.call import State, TSSACall
 
 _BACKWARD = "tssa backward"
@@ -14,12 +14,12 @@ _BACKWARD = "tssa backward"
 def _parameter(name: str, label: str, value: Tensor, w: Tensor, shape: tuple[int, ...]) -> None:
     """Require a parameter of w's dtype, or float32."""
     dtype = torch.float32 if value is not None and value.dtype == torch.float32 else w.dtype
-    given.tensor(name, label, value, dtype, shape, w.device)
+    op_checks.tensor(name, label, value, dtype, shape, w.device)
 
 
 def _inputs(name: str, w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: TSSACall, tokens: int = -1) -> None:
     """Check tokens, options and parameters; a bias covers ``tokens``, by default the sequence."""
-    given.options(name, w, call.key_padding_mask, call.cu_seqlens, call.seed)
+    op_checks.options(name, w, call.key_padding_mask, call.cu_seqlens, call.seed)
     _parameter(name, "temp", temp, w, (w.shape[1],))
     if denom_bias is None:
         return
@@ -37,10 +37,10 @@ def _rows(w: Tensor, call: TSSACall) -> tuple[torch.dtype, tuple[int, ...], torc
 
 def _gradients(dout: Tensor, dmembership: Tensor | None, w: Tensor, membership: Tensor, call: TSSACall) -> None:
     rows = _rows(w, call)
-    given.tensor(_BACKWARD, "dout", dout, w.dtype, w.shape, w.device)
-    given.tensor(_BACKWARD, "membership", membership, *rows)
+    op_checks.tensor(_BACKWARD, "dout", dout, w.dtype, w.shape, w.device)
+    op_checks.tensor(_BACKWARD, "membership", membership, *rows)
     if dmembership is not None:
-        given.tensor(_BACKWARD, "dmembership", dmembership, *rows)
+        op_checks.tensor(_BACKWARD, "dmembership", dmembership, *rows)
 
 
 def forward(w: Tensor, temp: Tensor, call: TSSACall) -> None:
@@ -62,8 +62,8 @@ def backward(
     _inputs(_BACKWARD, w, temp, None, call)
     _gradients(dout, dmembership, w, membership, call)
     channels = (call.nsequences(w), w.shape[1], w.shape[-1])
-    given.tensor(_BACKWARD, "energy", energy, operator.stat_dtype(w.dtype), channels, w.device)
-    given.tensor(_BACKWARD, "moment", moment, operator.stat_dtype(w.dtype), channels, w.device)
+    op_checks.tensor(_BACKWARD, "energy", energy, operator.stat_dtype(w.dtype), channels, w.device)
+    op_checks.tensor(_BACKWARD, "moment", moment, operator.stat_dtype(w.dtype), channels, w.device)
 
 
 def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: TSSACall) -> None:
@@ -92,7 +92,7 @@ def decode(w: Tensor, temp: Tensor, denom_bias: Tensor | None, state: State, key
     dtype, device = state.energy.dtype, w.device
     if dtype != operator.stat_dtype(w.dtype):
         dtype = torch.float64
-    given.tensor("tssa", "cache.energy", state.energy, dtype, (batch, nheads, head_dim), device)
-    given.tensor("tssa", "cache.weighted", state.weighted, dtype, (batch, nheads, head_dim), device)
-    given.tensor("tssa", "cache.mass", state.mass, dtype, (batch, nheads), device)
-    given.tensor("tssa", "cache.lengths", state.lengths, torch.int32, (batch,), device)
+    op_checks.tensor("tssa", "cache.energy", state.energy, dtype, (batch, nheads, head_dim), device)
+    op_checks.tensor("tssa", "cache.weighted", state.weighted, dtype, (batch, nheads, head_dim), device)
+    op_checks.tensor("tssa", "cache.mass", state.mass, dtype, (batch, nheads), device)
+    op_checks.tensor("tssa", "cache.lengths", state.lengths, torch.int32, (batch,), device)

@@ -1,27 +1,27 @@
-"""Checks of the tensors of ranges that kernels in Python are given; csrc/mssa/given.h has those of kernels in C++."""
+"""Checks the tensors of ranges for kernels in Python; csrc/mssa/op_checks.h checks those of kernels in C++."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from crate_kernels._core import given, operator
+from crate_kernels._core import op_checks, operator
 from crate_kernels.ops.mssa.rectangular.call import RangeTokens, RectangularCall
 
 _BACKWARD = "mssa backward"
 
 
 def _masks(name: str, rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> None:
-    given.floating(name, "rows", rows.w, 4)
-    given.floating(name, "columns", columns.w, 4)
+    op_checks.floating(name, "rows", rows.w, 4)
+    op_checks.floating(name, "columns", columns.w, 4)
     batch, nheads, _, head_dim = rows.w.shape
     device = rows.w.device
-    given.tensor(name, "columns", columns.w, rows.w.dtype, (batch, nheads, columns.w.shape[2], head_dim), device)
+    op_checks.tensor(name, "columns", columns.w, rows.w.dtype, (batch, nheads, columns.w.shape[2], head_dim), device)
     for side, label in ((rows, "row_mask"), (columns, "column_mask")):
         if side.key_padding_mask is not None:
-            given.tensor(name, label, side.key_padding_mask, torch.bool, (batch, side.w.shape[2]), device)
+            op_checks.tensor(name, label, side.key_padding_mask, torch.bool, (batch, side.w.shape[2]), device)
     if call.seed is not None:
-        given.tensor(name, "seed", call.seed, torch.int64, (), device)
+        op_checks.tensor(name, "seed", call.seed, torch.int64, (), device)
 
 
 def forward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> None:
@@ -31,8 +31,8 @@ def forward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> N
 
 def delta(dout: Tensor, out: Tensor) -> None:
     """Check a gradient of the output, and the output."""
-    given.floating(_BACKWARD, "dout", dout, 4)
-    given.tensor(_BACKWARD, "out", out, dout.dtype, dout.shape, dout.device)
+    op_checks.floating(_BACKWARD, "dout", dout, 4)
+    op_checks.tensor(_BACKWARD, "out", out, dout.dtype, dout.shape, dout.device)
 
 
 def backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> None:
@@ -40,6 +40,6 @@ def backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> 
     _masks(_BACKWARD, rows, columns, call)
     for side, label in ((rows, ""), (columns, "column_")):
         w, (dout, *numbers) = side.w, side.gradients()
-        given.tensor(_BACKWARD, f"{label}dout", dout, w.dtype, w.shape, w.device)
+        op_checks.tensor(_BACKWARD, f"{label}dout", dout, w.dtype, w.shape, w.device)
         for name, number in zip(("lse", "delta", "dlse"), numbers, strict=True):
-            given.tensor(_BACKWARD, label + name, number, operator.stat_dtype(w.dtype), w.shape[:3], w.device)
+            op_checks.tensor(_BACKWARD, label + name, number, operator.stat_dtype(w.dtype), w.shape[:3], w.device)

@@ -1,4 +1,4 @@
-"""Holds the tensors that a kernel is given against each other, as csrc/common/given.h does for kernels in C++.
+"""Checks the tensors of an op against each other, as csrc/common/op_checks.h does for kernels in C++.
 
 Kernels trust sizes and devices, and PyTorch's operators broadcast. Autograd hands a backward what its forward saved,
 which its owner, or a hook, may have changed since.
