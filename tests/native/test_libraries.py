@@ -58,13 +58,19 @@ def test_an_extension_of_other_sources_is_not_found(tmp_path, monkeypatch):
     assert _libraries.find() is None
 
 
-def test_the_users_own_build_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(_libraries, "_PACKAGE", tmp_path)
+def users_library(sources, home, monkeypatch):
+    """Return where a user's own build of these sources would be, in an empty home with nothing in the package."""
+    monkeypatch.setattr(_libraries, "_PACKAGE", home)
     monkeypatch.setattr(_libraries, "source_folder", lambda: SOURCES)
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    sources = _libraries.source_hash(SOURCES)
+    monkeypatch.setattr(Path, "home", lambda: home)
     cached = _libraries.cache_folder(sources) / _libraries.EXTENSION
     cached.parent.mkdir(parents=True)
+    return cached
+
+
+def test_the_users_own_build_is_found(tmp_path, monkeypatch):
+    sources = _libraries.source_hash(SOURCES)
+    cached = users_library(sources, tmp_path, monkeypatch)
     cached.write_bytes(_libraries.marker(sources))
     assert _libraries.find() == cached
 
@@ -85,12 +91,8 @@ CUT = {"nothing": 0, "part of the header": 30, "header": 64, "no sections": 64 +
 @pytest.mark.parametrize("cut", CUT.values(), ids=CUT)
 def test_what_is_left_of_a_library_is_neither_loaded_nor_already_there(cut, tmp_path, monkeypatch, compiler, build):
     """The process that maps it ends by SIGBUS."""
-    monkeypatch.setattr(_libraries, "_PACKAGE", tmp_path)
-    monkeypatch.setattr(_libraries, "source_folder", lambda: SOURCES)
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
     sources = _libraries.source_hash(SOURCES)
-    cached = _libraries.cache_folder(sources) / _libraries.EXTENSION
-    cached.parent.mkdir(parents=True)
+    cached = users_library(sources, tmp_path, monkeypatch)
     for order in ("little", "big"):
         cached.write_bytes(elf(sources, order))
         assert _libraries.find() == cached

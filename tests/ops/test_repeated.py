@@ -14,7 +14,7 @@ import crate_kernels as ck
 from crate_kernels._core import backends, plan
 from crate_kernels._native import extension
 from crate_kernels.ops.mssa.call import MSSACall
-from tests.ops.repeated import CALLS, EACH, both, call_of, hits, known, repeated_calls  # noqa: F401
+from tests.ops.repeated import CALLS, EACH, Wrapped, both, call_of, hits, known, repeated_calls  # noqa: F401
 
 pytestmark = pytest.mark.skipif(
     extension.PATH is None or backends._INTERPRETED,
@@ -272,15 +272,6 @@ def test_the_op_itself_is_unchanged_on_a_repeated_call():
     opcheck(op, (w.requires_grad_(), *options.values()))
     with pytest.raises(RuntimeError, match="missing value for argument"):
         op(w)
-
-
-class Wrapped(torch.nn.Module):
-    def __init__(self, call):
-        super().__init__()
-        self.call = call
-
-    def forward(self, *tensors):
-        return self.call(*tensors)
 
 
 def test_inference_mode_and_grad_mode_repeat_apart():

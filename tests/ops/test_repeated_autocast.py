@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from crate_kernels._core import backends, plan
 from crate_kernels._native import extension
 from tests.ops.common import outputs_and_gradients
-from tests.ops.repeated import CALLS, EACH, both, call_of, hits, known, repeated_calls  # noqa: F401
+from tests.ops.repeated import CALLS, EACH, Wrapped, both, call_of, hits, known, repeated_calls  # noqa: F401
 
 pytestmark = pytest.mark.skipif(
     extension.PATH is None or backends._INTERPRETED,
@@ -185,15 +185,6 @@ def test_compile_export_and_fakes_after_repeated_calls_under_autocast(name):
     with torch.autocast("cpu", BF16):
         exported = torch.export.export(Wrapped(call), make()).module()
         assert exported(*make()).dtype == expected[0].dtype
-
-
-class Wrapped(torch.nn.Module):
-    def __init__(self, call):
-        super().__init__()
-        self.call = call
-
-    def forward(self, *tensors):
-        return self.call(*tensors)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
