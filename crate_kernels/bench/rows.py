@@ -10,7 +10,9 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ CLOCKS = ("device", "loop", "calls")
 # Rows of providers that were timed interleaved, with cold caches.
 INTERLEAVED = "interleaved"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_GROUP = attrgetter("bench", "sweep", "op", "case", "dtype", "direction")
 
 
 @dataclass
@@ -74,7 +77,7 @@ class BenchRow:
     @property
     def group(self) -> tuple[str, ...]:
         """The key that rows comparable with this one share."""
-        return (self.bench, self.sweep, self.op, self.case, self.dtype, self.direction)
+        return _GROUP(self)
 
     @property
     def key(self) -> str:
@@ -128,7 +131,11 @@ class Results:
 
     def find(self, **wanted: Any) -> list[BenchRow]:
         """Return the rows whose fields have these values."""
-        return [row for row in self.rows if all(getattr(row, name) == value for name, value in wanted.items())]
+        if not wanted:
+            return list(self.rows)
+        fields = attrgetter(*wanted)
+        values = fields(SimpleNamespace(**wanted))
+        return [row for row in self.rows if fields(row) == values]
 
     def by(self, clock: str) -> Results:
         """Return the rows that one of ``CLOCKS`` has timed, each with that time alone."""
@@ -144,7 +151,7 @@ class Results:
     def in_group(self, row: BenchRow) -> dict[str, BenchRow]:
         """Return the rows comparable with ``row``, and ``row`` itself, by provider."""
         group = row.group
-        return {other.provider: other for other in self.rows if other.group == group}
+        return {other.provider: other for other in self.rows if _GROUP(other) == group}
 
     def best(self, row: BenchRow) -> BenchRow | None:
         """Return the row of the backend that ``backend=None`` chooses, in the group of ``row``."""
