@@ -64,7 +64,7 @@ _FAMILIES: tuple[ModuleType, ...] = (
 )
 _OWNERS: dict[str, Any] = {name: family for family in _FAMILIES for name in family.SIZES}
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-_SYSTEMS = {name: system for room in (*_FAMILIES, modules) for name, system in room.SYSTEMS.items()}
+_SYSTEMS = {name: system for package in (*_FAMILIES, modules) for name, system in package.SYSTEMS.items()}
 
 
 def names() -> tuple[str, ...]:
