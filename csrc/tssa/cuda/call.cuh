@@ -62,7 +62,8 @@ struct TssaForward : TssaPass {
 };
 
 // The sums are, in the full form: of g w Pi and Pi; of dlogit w^2 / c. Causal, before or behind every chunk: of Pi w^2,
-// w^2 and Pi (2 width + nheads); of dM / s and V; of dc / temp and dtemp.
+// w^2 and Pi (2 width + nheads); of dM / s and V; of dc / temp and dtemp. Of walking kernels: sums_1, of Pi w^2, Pi and
+// w^2 before each step of a cluster but the first.
 struct TssaBackward : TssaPass {
   TssaTokens dout, dw;
   const float* dmembership;

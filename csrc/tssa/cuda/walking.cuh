@@ -15,11 +15,12 @@ namespace crate_kernels {
 
 constexpr float kWalkScale = 9.094947e-13f;  // 2^-40
 
-// A cluster's steps, sequence after sequence.
-template <class S>
+// A cluster's steps, sequence after sequence. BACK: forwards to the last but one first, with negative numbers, and then
+// backwards from the last one.
+template <class S, bool BACK>
 struct TssaSteps {
   const TssaProblem& p;
-  int index, number, count;  // the sequence; the step, of how many
+  int index, number, count;  // the sequence; the step, of how many in a direction
 
   CRATE_DEVICE explicit TssaSteps(const TssaProblem& p) : p(p) {
     index = static_cast<int>(blockIdx.x) / S::kCluster;
@@ -30,6 +31,7 @@ struct TssaSteps {
     if (!there()) return;
     const int stride = S::kCluster * p.chunk_size;
     count = max((sequence_of(p, index).count + stride - 1) / stride, 1);
+    if (BACK) number = 1 - count;
   }
   CRATE_DEVICE bool there() const { return index < p.nsequences; }
   CRATE_DEVICE void next() {
@@ -37,19 +39,20 @@ struct TssaSteps {
     index += static_cast<int>(gridDim.x) / S::kCluster;
     start();
   }
-  // The block's tokens. BACKWARDS: the last step of a sequence is the first.
-  template <bool BACKWARDS>
+  // Steps of the sequence before this one.
+  CRATE_DEVICE int before() const { return BACK ? count - 1 - abs(number) : number; }
+  // The block's tokens.
   CRATE_DEVICE TssaSpan span() const {
     TssaSpan s = sequence_of(p, index);
-    cut(s, (BACKWARDS ? count - 1 - number : number) * S::kCluster + cluster_rank(), p.chunk_size);
+    cut(s, before() * S::kCluster + cluster_rank(), p.chunk_size);
     return s;
   }
 };
 
 // Calls body(steps, buffer, phase) for each step of the cluster, as each_sequence for each sequence.
-template <class S, class Fetch, class Body>
+template <class S, bool BACK, class Fetch, class Body>
 CRATE_DEVICE void each_step(const TssaProblem& p, const Fetch& fetch, Body body) {
-  TssaSteps<S> now(p), ahead(p);
+  TssaSteps<S, BACK> now(p), ahead(p);
   if (threadIdx.x == 0) {
     for (int n = 0; n < S::kBuffers; ++n) mbarrier_init(fetch.barrier(n), 1);
     mbarrier_init_fence();

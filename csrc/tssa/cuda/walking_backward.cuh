@@ -1,5 +1,6 @@
-// walking.cuh, backward: from the last step of a sequence to the first, over sums of w^2 and Pi w^2 before each block's
-// tokens, which other kernels have left in sums_1. Reads w and dout once and writes dw once, in one launch.
+// walking.cuh, backward: from the last step of a sequence to the first, over sums of w^2 and Pi w^2 before each step.
+// Those come first, forwards, and wait in sums_1. Reads w twice, but for a sequence's last step, and dout once, and
+// writes dw once, in one launch.
 //
 // A thread goes through its tokens forwards for sums, and backwards for gradients, kWalkTile tokens at a time: what is
 // before a tile is added up again. The part of dw that needs no softmax waits in the place of dout, rounded
@@ -16,7 +17,8 @@ constexpr int kWalkTile = 4;
 template <class S>
 struct TssaWalkingBackShared {
   static constexpr int kAll = S::kGroups * S::kSums;
-  static constexpr int kFirst = 4, kSecond = kFirst + S::kSums, kDtemp = kSecond + S::kSums;
+  static constexpr int kFirst = 4, kSecond = kFirst + S::kSums, kOwn = kSecond + S::kSums;
+  static constexpr int kOwnEnergies = kOwn + S::kSums, kDtemp = kOwnEnergies + S::kWidth;
   static constexpr int kSlopes = kDtemp + (S::kHeads + 3) / 4 * 4, kEnergies = kSlopes + 2 * S::kSums;
   static constexpr int kMomentsBefore = kEnergies + 2 * S::kWidth, kEnergiesBefore = kMomentsBefore + kAll;
   static constexpr int kGroups = kEnergiesBefore + kAll, kTokens = kGroups + kAll;
@@ -47,13 +49,13 @@ struct TssaWalkingBackFetch {
   }
   CRATE_DEVICE uint32_t barrier(int buffer) const { return base + 8 * buffer; }
 
-  CRATE_DEVICE void operator()(const TssaSteps<S>& steps, int buffer) const {
+  CRATE_DEVICE void operator()(const TssaSteps<S, true>& steps, int buffer) const {
     if (steps.there()) {
-      const TssaSpan s = steps.template span<true>();
-      const int rows = s.rows();
-      if (threadIdx.x == 0) mbarrier_expect(barrier(buffer), rows * S::kWidth * 4);
+      const TssaSpan s = steps.span();
+      const int rows = s.rows(), copies = steps.number < 0 ? 1 : 2;
+      if (threadIdx.x == 0) mbarrier_expect(barrier(buffer), rows * S::kWidth * 2 * copies);
       bulk_tokens<S>(b.problem, b.w, s, w_layout, tokens(buffer, 0), barrier(buffer));
-      bulk_tokens<S>(b.problem, b.dout, s, dout_layout, tokens(buffer, 1), barrier(buffer));
+      if (copies == 2) bulk_tokens<S>(b.problem, b.dout, s, dout_layout, tokens(buffer, 1), barrier(buffer));
       const TssaRows stored = rows_of(b.problem, b.membership, s);
       const uint32_t members = base + 4 * (at.members + buffer * at.by_head);
       for (int i = threadIdx.x; i < rows * S::kHeads; i += S::kThreads) {
@@ -93,9 +95,9 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) tssa_causal_bwd_walkin
   const float factor = p.seed == nullptr ? 1.0f : p.keep_factor;
   double dtemp = 0.0;
 
-  each_step<S>(p, fetch, [&](const TssaSteps<S>& steps, int buffer, uint32_t phase) {
-    const TssaSpan s = steps.template span<true>();
-    const bool start = steps.number == 0;
+  each_step<S, true>(p, fetch, [&](const TssaSteps<S, true>& steps, int buffer, uint32_t phase) {
+    const TssaSpan s = steps.span();
+    const bool forwards = steps.number < 0, start = steps.number == 0;
     const int rows = s.rows();
     const TssaGroup<S> own(p, v, rows);
     const float* const members = memory + at.members + buffer * at.by_head;
@@ -109,7 +111,7 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) tssa_causal_bwd_walkin
     put_key_weights<S>(p, s, key_weights);
     fetch.wait(buffer, phase);
     __syncthreads();
-    drop_gradients<S>(p, s, v, own, tokens);
+    if (!forwards) drop_gradients<S>(p, s, v, own, tokens);
     {
       float sums[8] = {}, unused = 0.0f;
       tokens.template add<false>(0, own.count, sums, unused);
@@ -122,15 +124,24 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) tssa_causal_bwd_walkin
       if (v.channel == 0) moments[of_head] = mass * kWalkScale;
     }
     __syncthreads();
-    const int64_t chunk = static_cast<int64_t>(s.index) * (p.nchunks + 1) + s.chunk;
-    const float* const before = b.sums_1 + chunk * (2 * S::kWidth + HEADS);
-    // Steps are whole: there may be blocks behind the last chunk.
-    const bool there = s.chunk < p.nchunks;
-    before_groups_of<S, S::kWidth>(energies, [&](int i) { return there ? before[S::kWidth + i] : 0.0f; });
-    before_groups_of<S, S::kSums>(moments, [&](int i) {
-      const int from = i < S::kWidth ? i : i + S::kWidth;
-      return there && i < S::kWidth + HEADS ? before[from] : 0.0f;
-    });
+    // Peers may still read what the step before has put down: what comes forwards alternates.
+    const bool elsewhere = forwards && steps.number % 2 != 0;
+    float* const own_moments = elsewhere ? first : memory + Shared::kOwn;
+    float* const own_energies = elsewhere ? second : memory + Shared::kOwnEnergies;
+    add_groups<S, S::kSums>(moments, own_moments);
+    add_groups<S, S::kWidth>(energies, own_energies);
+    cluster_sync();
+    const int most = (p.seqlen - 1) / (S::kCluster * p.chunk_size), number = steps.before();
+    const int64_t place = static_cast<int64_t>(blockIdx.x / S::kCluster) * most + number;
+    float* const through_step = b.sums_1 + place * (S::kSums + S::kWidth);
+    if (forwards) {
+      keep_sums<S, S::kSums>(own_moments, carried_slopes, through_step, number == 0);
+      keep_sums<S, S::kWidth>(own_energies, carried_energies, through_step + S::kSums, number == 0);
+      return;
+    }
+    const float* const before = number == 0 ? nullptr : through_step - (S::kSums + S::kWidth);
+    before_groups_of<S, S::kSums>(own_moments, before, moments);
+    before_groups_of<S, S::kWidth>(own_energies, before == nullptr ? nullptr : before + S::kSums, energies);
     __syncthreads();
     {
       float running[8], acc[8] = {}, mass = moments[of_head] * (1.0f / kWalkScale);

@@ -5,12 +5,24 @@
 
 namespace crate_kernels {
 
-// Turns the groups' sums into those of all that is before each group; before(column) is before the block.
-template <class S, int COUNT, class Before>
-CRATE_DEVICE void before_groups_of(float* groups, Before before) {
+// Adds a step's sums, of which `own` is the block's, to what is carried of the sequence, and stores this.
+template <class S, int COUNT>
+CRATE_DEVICE void keep_sums(const float* own, double* carry, float* to, bool start) {
   each_four<S, COUNT>([&](int i) {
-    float4 sum = make_float4(before(i), before(i + 1), before(i + 2), before(i + 3));
-    sum = by_each(sum, [](float v) { return v * kWalkScale; });
+    const float4 sum = cluster_total_4<S>(own + i), kept = carried(carry + i, sum, sum, start);
+    if (cluster_rank() == 0) put_four(to + i, kept);
+  });
+}
+
+// Turns the groups' sums into those of all that is before each group. `kept` is before the step: null before the first.
+template <class S, int COUNT>
+CRATE_DEVICE void before_groups_of(const float* own, const float* kept, float* groups) {
+  const int rank = cluster_rank();
+  each_four<S, COUNT>([&](int i) {
+    float4 sum = kept == nullptr ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : read_others_4(kept + i);
+#pragma unroll
+    for (int r = 0; r < S::kCluster - 1; ++r)
+      if (r < rank) sum = plus(sum, cluster_read_4(own + i, r));
 #pragma unroll
     for (int g = 0; g < S::kGroups; ++g) {
       const float4 next = plus(sum, four_at(groups + g * S::kSums + i));

@@ -36,9 +36,9 @@ struct TssaWalkingFetch {
   CRATE_DEVICE uint32_t tokens(int buffer) const { return base + 4 * (Shared::kTokens + buffer * size); }
   CRATE_DEVICE uint32_t barrier(int buffer) const { return base + 8 * buffer; }
 
-  CRATE_DEVICE void operator()(const TssaSteps<S>& steps, int buffer) const {
+  CRATE_DEVICE void operator()(const TssaSteps<S, false>& steps, int buffer) const {
     if (!steps.there()) return;
-    const TssaSpan s = steps.template span<false>();
+    const TssaSpan s = steps.span();
     if (threadIdx.x == 0) mbarrier_expect(barrier(buffer), s.rows() * S::kWidth * 2);
     bulk_tokens<S>(f.problem, f.w, s, layout, tokens(buffer), barrier(buffer));
   }
@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_causal_fwd_walkin
   for (int j = 0; j < S::kOfLane; ++j)
     temp[j] = p.temp[static_cast<int>(threadIdx.x) % S::kLanes * S::kOfLane + j] * 1.4426950408889634f;
 
-  each_step<S>(p, fetch, [&](const TssaSteps<S>& steps, int buffer, uint32_t phase) {
-    const TssaSpan s = steps.template span<false>();
+  each_step<S, false>(p, fetch, [&](const TssaSteps<S, false>& steps, int buffer, uint32_t phase) {
+    const TssaSpan s = steps.span();
     const bool start = steps.number == 0;
     const int rows = s.rows();
     const TssaGroup<S> own(p, v, rows);

@@ -99,11 +99,11 @@ RECORDED = {
     "walking-768-channels-padded": (70, 4388, 114080, 2),
     "walking-1024-channels": (80, 4000, 120048, 1),
     "walking-384-channels": (64, 3840, 74144, 3),
-    "walking-back-768-channels": (152, 6020, 171968, 1),
-    "walking-back-768-channels-fp16": (154, 6140, 163968, 1),
-    "walking-back-768-channels-padded": (154, 6284, 171968, 1),
-    "walking-back-768-channels-192-threads": (152, 6107, 95328, 2),
-    "walking-back-1024-channels": (154, 5992, 178032, 1),
+    "walking-back-768-channels": (154, 6459, 178160, 1),
+    "walking-back-768-channels-fp16": (156, 6597, 170160, 1),
+    "walking-back-768-channels-padded": (154, 6752, 178160, 1),
+    "walking-back-768-channels-192-threads": (154, 6661, 101520, 2),
+    "walking-back-1024-channels": (154, 6410, 186288, 1),
 }
 EVERY_TIME = ("forward-384-channels", "backward-384-channels")
 

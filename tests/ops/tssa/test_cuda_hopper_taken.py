@@ -158,6 +158,16 @@ def test_only_clusters_that_share_a_sequence_wait_for_each_other(together, group
     assert (found.exchanged, found.counters) == (exchanged, counters)
 
 
+@pytest.mark.parametrize(("seqlen", "steps"), [(80, 1), (81, 2), (190, 3)])
+def test_what_walks_back_keeps_the_sums_before_each_step_but_the_first(seqlen, steps, launched, backend, monkeypatch):
+    """Of two clusters: Pi w^2 and w^2 by channel, and Pi by head, in fours."""
+    taken, found = walking.taken, []
+    monkeypatch.setattr(walking, "taken", lambda *call: found.append(taken(*call)) or found[-1])
+    with Walking.taking(WALKS):
+        outputs_and_gradients(call(True, backend), halves(3, 3, seqlen, 32), temps(3))
+    assert [one.exchanged for one in found] == [0, 2 * (steps - 1) * (96 + 4 + 96)]
+
+
 @pytest.mark.parametrize(
     ("kind", "config", "others"),
     [(Persistent, PAIRS, {"tssa_full_bwd_chunk_kernel"}), (Walking, WALKS, set())],

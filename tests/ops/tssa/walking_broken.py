@@ -64,19 +64,39 @@ _KEPT = "        tokens.template add<{0}>(0, tile, running, {1});\n"
 _CLUSTER = "    cluster_sync();\n    behind_groups<S, S::k{0}>"
 BROKEN |= {
     "back-groups-not-waited-for": (
-        "    __syncthreads();\n    const int64_t chunk =",
-        "    const int64_t chunk =",
+        "    __syncthreads();\n    // Peers may",
+        "    // Peers may",
         "three-steps",
     ),
-    "back-slopes-of-one-block": (
+    "back-sums-of-one-block": (
+        "    cluster_sync();\n    const int most",
+        "    __syncthreads();\n    const int most",
+        "three-steps",
+    ),
+    "back-kept-of-one-block": (
+        "sum = cluster_total_4<S>(own + i), kept",
+        "sum = four_at(own + i), kept",
+        "three-steps",
+    ),
+    "back-kept-of-another-sequence": (
+        "carried_slopes, through_step, number == 0);",
+        "carried_slopes, through_step, false);",
+        "whole-steps",
+    ),
+    "back-blocks-before-left-out": ("if (r < rank) sum = plus", "if (r > rank) sum = plus", "three-steps"),
+    "back-slopes-not-waited-for": (
         _CLUSTER.format("Sums"),
-        _CLUSTER.format("Sums").replace("cluster_sync", "__syncthreads"),
+        _CLUSTER.format("Sums").replace("cluster_sync();", ""),
         "three-steps",
     ),
-    "back-sums-of-the-next-chunk": ("(p.nchunks + 1) + s.chunk;", "(p.nchunks + 1) + s.chunk + 1;", "three-steps"),
+    "back-sums-of-the-next-step": (
+        "nullptr : through_step - (S::kSums + S::kWidth);",
+        "nullptr : through_step;",
+        "three-steps",
+    ),
     "back-steps-forwards": (
-        "steps.template span<true>();\n    const bool start",
-        "steps.template span<false>();\n    const bool start",
+        "BACK ? count - 1 - abs(number) : number",
+        "BACK ? number + (number < 0) * (count - 1) : number",
         "three-steps",
     ),
     "back-moments-without-earlier-tiles": (

@@ -174,12 +174,12 @@ def _causal_form(p: TssaProblem, w: Tensor, dout: Tensor | None, gpu: LaunchDevi
     return LaunchForm(access, threads, shared_bytes, cuts=p.nchunks if p.nchunks > 1 else 0)
 
 
-def _persistent_form(found: Persistent | None, p: TssaProblem, walks_back: bool) -> LaunchForm | None:
-    """Return the form of a call that a persistent kernel takes; behind other kernels' sums where it walks back."""
+def _persistent_form(found: Persistent | None) -> LaunchForm | None:
+    """Return the form of a call that a persistent kernel takes."""
     if found is None:
         return None
-    shape, cuts = found.shape, p.nchunks if walks_back else 0
-    return LaunchForm(CAUSAL[0], shape.threads, shape.shared_bytes, shape.cluster, cuts, found)
+    shape = found.shape
+    return LaunchForm(CAUSAL[0], shape.threads, shape.shared_bytes, shape.cluster, persistent=found)
 
 
 def choose(
@@ -206,7 +206,7 @@ def choose(
         found = persistent.taken(p, w, dout, statistics, call, gpu)
     elif not decoding:
         found = walking.taken(p, w, dout, call, gpu)
-    form = _persistent_form(found, p, walks_back=causal and dout is not None)
+    form = _persistent_form(found)
     form = form or (_causal_form if causal else _full_form)(p, w, dout, gpu)
     if form.shared_bytes > gpu.shared_limit:
         direction = "forward" if dout is None else "backward"

@@ -26,7 +26,6 @@ from crate_kernels.ops.tssa.cuda.parameters import TssaBackward, TssaForward, Ts
 _TOTAL, _BEFORE, _BEHIND = range(3)  # TssaScan
 _SCAN_COLUMNS, _SCAN_PARTS = 32, 16  # of a block of the scan
 _DBIAS_THREADS = 256
-_WALKED_THREADS = 256  # at most, of the sums before a walk back
 
 
 class _PassLaunch(NamedTuple):
@@ -109,10 +108,7 @@ def _causal_backward(p: TssaProblem, form: LaunchForm, a: TssaBackward, sums: li
     """List the launches of the causal backward, but for that of the bias."""
     vectors = p.width // form.channels
     if form.persistent is not None:
-        threads = min(max(-(-vectors // 32) * 32, 64), _WALKED_THREADS)
-        shape = Shape(p.nsequences * p.nchunks, threads)
-        totals = _PassLaunch(causal_steps(form.access, True)[0], shape, [a, c_int(p.dtype)])
-        return [totals, _scan(p, sums[0], _BEFORE), _PassLaunch(form.persistent.kernel, form.persistent.shape, [a])]
+        return [_PassLaunch(form.persistent.kernel, form.persistent.shape, [a])]
     shared = 0, vectors * 4, form.shared_bytes, causal_backward_bytes(p, form.channels, logits=False)
     totals, dmoment, dlogit, dw = (
         _PassLaunch(kernel, Shape(p.nsequences * p.nchunks, form.threads, shared_bytes), [a, c_int(p.dtype)])
@@ -184,9 +180,10 @@ def backward(
     dlogit = call.empty_membership(w) if form.cuts or causal else None
     if not causal:
         sums = [*_sums(w, p, form), None]
+    elif form.persistent is not None:
+        sums = [w.new_empty(form.persistent.exchanged, dtype=torch.float32), None, None]
     else:
-        others = [None if form.persistent is not None else _empty_sums(w, p, form) for _ in range(2)]
-        sums = [_empty_sums(w, p, form, by_channel=2), *others]
+        sums = [_empty_sums(w, p, form, by_channel=2), *(_empty_sums(w, p, form) for _ in range(2))]
     if sums[2] is None:
         dtemp = written = w.new_empty((p.nsequences, p.nheads), dtype=torch.float32)
     else:

@@ -65,7 +65,12 @@ FORWARD, BACKWARD = _table("forward"), _table("backward")
 
 
 class Persistent(NamedTuple):
-    """A launch. ``exchanged``: numbers that clusters which share sequences tell each other; ``counters``: of them."""
+    """A launch.
+
+    Attributes:
+        exchanged: numbers that clusters which share sequences tell each other, or that one which walks back keeps.
+        counters: of clusters that share sequences.
+    """
 
     kernel: Kernel
     shape: Shape

@@ -1,7 +1,7 @@
 """Plans the walking kernels of the causal form on Hopper GPUs: csrc/tssa/cuda/walking.cuh.
 
-A cluster walks through one sequence after another and carries its running sums; in the backward it walks backwards,
-over sums before each block's tokens that a kernel and a scan of forms.py leave. They serve what the persistent kernels
+A cluster walks through one sequence after another and carries its running sums; in the backward it keeps those before
+each step, and then walks backwards. They serve what the persistent kernels
 of the full form serve, and sequences of any length, if they keep half of the multiprocessors busy: fewer are cut into
 chunks. A cache is left to other kernels.
 
@@ -67,7 +67,7 @@ def shared_bytes(nheads: int, head_dim: int, backward: bool, config: Config) -> 
     groups = chunk // config["TOKENS"] * sums
     fixed = 4 + 2 * sums + 2 * width + 2 * sums
     if backward:
-        fixed += four(nheads) + 3 * groups
+        fixed += sums + width + four(nheads) + 3 * groups
         return 4 * (fixed + buffers * (chunk * width + by_head) + 2 * by_head + four(chunk) + chunk * row)
     return 4 * (fixed + 4 + buffers * chunk * width // 2 + by_head + four(chunk) + max(chunk * row, groups))
 
@@ -94,7 +94,10 @@ def taken(p: TssaProblem, w: Tensor, dout: Tensor | None, call: TSSACall, gpu: L
     chosen = kernel(w.dtype, p.nheads, p.head_dim, call.key_padding_mask is not None, backward, config)
     record = TssaBackward if backward else TssaForward
     found = persistent.resident(p, chosen, record, Shape(0, threads, bytes_, cluster), w.device, gpu)
-    if found is not None:
-        p.chunk_size = chunk_of(p.width, config)
-        p.nchunks = -(-p.seqlen // p.chunk_size)
-    return found
+    if found is None:
+        return None
+    p.chunk_size = chunk_of(p.width, config)
+    p.nchunks = -(-p.seqlen // p.chunk_size)
+    kept = -(-p.nchunks // cluster) - 1 if backward else 0
+    clusters, record = found.shape.blocks // cluster, four(p.width + p.nheads) + p.width
+    return found._replace(exchanged=clusters * kept * record)
