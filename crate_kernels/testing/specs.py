@@ -18,7 +18,13 @@ TIMED_CASES = tuple(timed for spec in SPECS.values() for timed in spec.timed)
 
 @checks.suggesting
 def cases(room: str) -> tuple[Case, ...]:
-    """Return the cases of the operators in one folder of ``ops/``."""
+    """Return the cases of the operators in one folder of ``ops/``.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    if room not in backends.OPS:
+        raise ValueError(f"cases: room must be one of {', '.join(backends.OPS)}, got {room!r}")
     return tuple(case for case in CASES if SPECS[case.op].package == room)
 
 

@@ -116,3 +116,9 @@ def test_cases_are_what_they_are_named_after():
     assert tokens("mssa", "contiguous").differentiable["w"].is_contiguous()
     projected = tokens("mssa", "n65").differentiable["w"]
     assert projected.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("name", ["msa", "ista_overcomplete", "", None])
+def test_there_are_no_cases_of_what_is_no_operator(name):
+    with pytest.raises(ValueError, match=f"cases: room must be one of mssa, tssa, ista, got {name!r}"):
+        testing.cases(name)

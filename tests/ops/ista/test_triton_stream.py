@@ -89,7 +89,7 @@ def test_a_nan_stays_one_and_nothing_else_becomes_one(nonnegative, base, streame
 @EACH
 @pytest.mark.parametrize("name", ["many-tokens", "two-sided", "two-steps", "tied"])
 def test_steps_are_within_budget(name, streamed, backend, device):
-    case = next(c for op in ("ista", "ista_overcomplete") for c in testing.cases(op) if c.name == name)
+    case = next(c for c in testing.cases("ista") if c.name == name)
     assert over_budget(case, torch.float16, backend, device) == []
     assert (not streamed) == bool(case.shape[-1] % 8 or case.shape[2] % 8)
 
