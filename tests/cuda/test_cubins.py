@@ -59,6 +59,12 @@ def test_the_second_time_is_read(cache, compiler):
     assert [path.suffix for path in cache.iterdir()] == [".cubin"]
 
 
+def test_the_compiler_is_that_of_the_process(cache, compiler, monkeypatch):
+    monkeypatch.setattr(nvrtc, "library", lambda: compiler)
+    assert cubins.compiled(KERNEL, 80) == compiled(compiler)
+    assert compiler.count() == 1
+
+
 CHANGED = {
     "architecture": {"capability": 90},
     "virtual": {"capability": 120},

@@ -228,6 +228,7 @@ FLAX = {
     "tree": lambda p: p,
     "params": lambda p: {"params": p, "step": numpy.zeros(())},
     "file": lambda p: as_file(p),
+    "tensors": lambda p: {name: torch.from_numpy(array) for name, array in as_file(p).items()},
     "file-with-state": lambda p: as_file({"params": p, "opt": {"count": numpy.zeros(())}}),
 }
 FLAX_CONFIG = {"image_size": 8, "patch_size": 4, "num_classes": 5, "dim": 24, "depth": 2}
