@@ -92,12 +92,12 @@ struct Gradient {
         unroll<8>([&](int i) { as_query[i / 4][i % 4] = weight(s[m][i / 4][i % 4], call.scale, base[m][i % 4 / 2]); });
       }
       if (roles.masked) {
-        const uint32_t kept_keys = mask == nullptr ? ~0u : key_bits<16>(mask, other, head.length);
+        const uint32_t other_is_key = mask == nullptr ? ~0u : key_bits<16>(mask, other, head.length);
         unroll<8>([&](int i) {
           const int half = i % 4 / 2, o = other + i / 4 * 8 + 2 * t + i % 2, j = row + 16 * m + group + 8 * half;
           const bool there = o < head.length;
           if (!(there & sees(call.mask, o, j) & (is_key >> (2 * m + half)))) as_key[i / 4][i % 4] = 0.0f;
-          if (!(there & sees(call.mask, j, o) & (kept_keys >> (i / 4 * 2 + i % 2)))) as_query[i / 4][i % 4] = 0.0f;
+          if (!(there & sees(call.mask, j, o) & (other_is_key >> (i / 4 * 2 + i % 2)))) as_query[i / 4][i % 4] = 0.0f;
         });
       }
       float value[2][4];  // (16, 16) per warp

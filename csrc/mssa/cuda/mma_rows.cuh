@@ -47,14 +47,14 @@ CRATE_DEVICE void mask_scores(float (&s)[ROWS16][COLUMNS / 8][4], const Problem&
                               TilePlace place) {
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   // Branch-free: masked tiles are rare, but in one, many columns are masked.
-  uint32_t kept_keys = ~0u;
-  if (mask.key_mask != nullptr) kept_keys = key_bits<COLUMNS>(mask.key_mask, place.key, mask.length);
+  uint32_t is_key = ~0u;
+  if (mask.key_mask != nullptr) is_key = key_bits<COLUMNS>(mask.key_mask, place.key, mask.length);
   unroll<ROWS16, 2>([&](int m, int half) {
     // Positions from the lane's first key on.
     const int first = place.key + 2 * t, length = mask.length - first, row = place.row + 16 * m + g + 8 * half - first;
     unroll<COLUMNS / 8, 2>([&](int n, int e) {
       const int key = 8 * n + e;
-      const bool seen = (key < length) & sees(call.mask, row, key) & (kept_keys >> (2 * n + e));
+      const bool seen = (key < length) & sees(call.mask, row, key) & (is_key >> (2 * n + e));
       s[m][n][2 * half + e] = seen ? s[m][n][2 * half + e] : -INFINITY;
     });
   });

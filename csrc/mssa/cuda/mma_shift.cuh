@@ -134,7 +134,7 @@ CRATE_DEVICE void summed_shift_rows(const Problem& call, const bool (&wanted)[2]
       left<DIM>(a, own_dout + warp_row * DIM, k);
       add_pair<T>(d[0], d[1], a, b);
     }
-    const uint32_t kept_keys = key_mask == nullptr ? ~0u : key_bits<kShiftColumns>(key_mask, key, head.length);
+    const uint32_t is_key = key_mask == nullptr ? ~0u : key_bits<kShiftColumns>(key_mask, key, head.length);
     const uint32_t kept =
         call.masking.seed == nullptr ? ~0u : kept_bits<kShiftColumns>(seed, call, head, row, key, false);
     unroll<2>([&](int half) {
@@ -142,7 +142,7 @@ CRATE_DEVICE void summed_shift_rows(const Problem& call, const bool (&wanted)[2]
       float score[4], most = -INFINITY;
       unroll<4>([&](int i) {
         const int j = key + i / 2 * 8 + 2 * t + i % 2;
-        const bool seen = (j < head.length) & sees(call.mask, query, j) & (kept_keys >> i);
+        const bool seen = (j < head.length) & sees(call.mask, query, j) & (is_key >> i);
         score[i] = seen ? __fmul_rn(s[i / 2][i % 2 + 2 * half], call.scale) : -INFINITY;
         most = fmaxf(most, score[i]);
       });

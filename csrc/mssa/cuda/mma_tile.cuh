@@ -201,7 +201,7 @@ CRATE_DEVICE uint32_t kept_bits(uint64_t seed, const Problem& call, const Head& 
   return bits;
 }
 
-// Padding mask of a lane's part of COLUMNS keys: bit 2 n + e keeps column e of the n-th product.
+// Padding mask of a lane's part of COLUMNS keys: bit 2 n + e says whether column e of the n-th product is a key.
 template <int COLUMNS>
 CRATE_DEVICE uint32_t key_bits(const uint8_t* key_mask, int key, int length) {
   uint32_t bits = 0;

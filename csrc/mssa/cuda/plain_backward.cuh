@@ -50,11 +50,11 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
   // With more than one chunk, the memory of the owned rows is free once the scores are known.
   float* const second = CHUNKS > 1 ? own_w + t.warp_row * (kPitch - kWeightPitch) : weights;
   Numbers own[kPart];
-  bool own_kept[kPart];
+  bool own_is_key[kPart];
   unroll<kPart>([&](int n) {
     const int j = start + t.row_at(n);
     own[n] = numbers_of<false>(c, h, j);
-    own_kept[n] = j < h.length && (key_mask == nullptr || key_mask[j]);
+    own_is_key[n] = j < h.length && (key_mask == nullptr || key_mask[j]);
   });
   float acc[CHUNKS][kPart][kColumns] = {};  // (kOwned, CHUNKS kChunk) per block
 
@@ -103,12 +103,12 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
       unroll<kPart>([&](int b) {
         const int n = first + t.column_at(b), i = others.start + n;
         const Numbers row = numbers_of<APART>(c, others, n);
-        const bool row_kept = n < others.length && (others.key_mask == nullptr || others.key_mask[n]);
+        const bool row_is_key = n < others.length && (others.key_mask == nullptr || others.key_mask[n]);
         unroll<kPart>([&](int a) {
           const int j = before + t.row_at(a);
           const float score = scaled(s[a][b], c.scale);
-          float p = own_kept[a] && sees(c.mask, i, j) ? row.weight(score) : 0.0f;
-          float q = are_queries && row_kept && sees(c.mask, j, i) ? own[a].weight(score) : 0.0f;
+          float p = own_is_key[a] && sees(c.mask, i, j) ? row.weight(score) : 0.0f;
+          float q = are_queries && row_is_key && sees(c.mask, j, i) ? own[a].weight(score) : 0.0f;
           float value = p;
           if (c.scratch.select_level != nullptr) {
             value = p > row.level ? c.threshold : 0.0f;

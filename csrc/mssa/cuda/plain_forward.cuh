@@ -111,14 +111,14 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
 
       float shrink[kPart] = {};
       if (active) {
-        bool kept[kPart];
+        bool is_key[kPart];
         unroll<kPart>([&](int j) {
           const int key = first + t.column_at(j);
-          kept[j] = key < keys.length && (keys.key_mask == nullptr || keys.key_mask[key]);
+          is_key[j] = key < keys.length && (keys.key_mask == nullptr || keys.key_mask[key]);
         });
         unroll<kPart>([&](int i) {
           unroll<kPart>([&](int j) {
-            const bool seen = kept[j] && sees(c.mask, before + t.row_at(i), first + t.column_at(j));
+            const bool seen = is_key[j] && sees(c.mask, before + t.row_at(i), first + t.column_at(j));
             s[i][j] = seen ? scaled(s[i][j], c.scale) : -INFINITY;
           });
           shrink[i] = 1.0f;
