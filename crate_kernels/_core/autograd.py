@@ -25,24 +25,24 @@ def traced_by_autograd(function: type) -> type:
 
 
 def save(ctx: Any, function: Any, inputs: tuple, outputs: Any, call: Any, backend: str) -> None:
-    """Keep for a backward pass what ``function.keep`` says of a call, its options and its ``ctx.backend``."""
-    held = tuple(name for name in operator.tensor_fields(type(call)) if getattr(call, name) is not None)
-    function.keep(ctx, inputs, outputs, tuple(getattr(call, name) for name in held))
-    ctx.call = call._replace(**dict.fromkeys(held)) if held else call
-    ctx.held, ctx.backend = held, backend
+    """Save for a backward pass what ``function.save_tensors`` says of a call, its options and its ``ctx.backend``."""
+    tensor_options = tuple(name for name in operator.tensor_fields(type(call)) if getattr(call, name) is not None)
+    function.save_tensors(ctx, inputs, outputs, tuple(getattr(call, name) for name in tensor_options))
+    ctx.call = call._replace(**dict.fromkeys(tensor_options)) if tensor_options else call
+    ctx.tensor_options, ctx.backend = tensor_options, backend
 
 
 def saved(op: str, ctx: Any) -> tuple[tuple[Any, ...], Any]:
     """Return the tensors and the options that ``save`` saved."""
-    return with_held(saved_tensors(op, ctx), ctx.call, ctx.held)
+    return with_tensor_options(saved_tensors(op, ctx), ctx.call, ctx.tensor_options)
 
 
-def with_held(tensors: tuple[Any, ...], call: Any, held: tuple[str, ...]) -> tuple[tuple[Any, ...], Any]:
-    """Return the tensors that were saved, and the options with those that they hold in the end."""
-    if not held:
+def with_tensor_options(tensors: tuple[Any, ...], call: Any, names: tuple[str, ...]) -> tuple[tuple[Any, ...], Any]:
+    """Return the tensors that were saved, and the options with those of ``names``, which come last."""
+    if not names:
         return tensors, call
-    first = len(tensors) - len(held)
-    return tensors[:first], call._replace(**dict(zip(held, tensors[first:], strict=True)))
+    first = len(tensors) - len(names)
+    return tensors[:first], call._replace(**dict(zip(names, tensors[first:], strict=True)))
 
 
 def saved_tensors(op: str, ctx: Any) -> tuple[Any, ...]:

@@ -26,13 +26,24 @@ class _Shortcut:
         entry: its options, for plans.
         take: runs a plan like ``entry.run``, and returns the results that the caller takes alone.
         results: how many they are.
-        call, held, backend: as ``save`` keeps them.
+        call, tensor_options, backend: as ``autograd.save`` saves them.
         packed: place of the offsets among the call's tensors; 0 without any.
         backwards: the options of its backward by which inputs want a gradient, which gradients are given, and settings.
         apply: repeats the call where a gradient is wanted; None before it is first.
     """
 
-    __slots__ = ("apply", "backend", "backwards", "call", "entry", "held", "owner", "packed", "results", "take")
+    __slots__ = (
+        "apply",
+        "backend",
+        "backwards",
+        "call",
+        "entry",
+        "owner",
+        "packed",
+        "results",
+        "take",
+        "tensor_options",
+    )
 
     def fits(self, tensors: tuple) -> bool:
         """Return whether the values of the offsets fit this call's tokens, where to read them is free."""
@@ -70,7 +81,7 @@ def _lean(shortcut: _Shortcut) -> Callable[..., Any]:
     """
     owner, entry, results = shortcut.owner, shortcut.entry, shortcut.results
     function, inputs = owner.function, owner.inputs
-    run, number, count, keep = entry.run, entry.number, entry.tensors, function.keep
+    run, number, count, save = entry.run, entry.number, entry.tensors, function.save_tensors
     whole = results == owner.results
 
     def forward(ctx: Any, *tensors: Tensor | None) -> Any:
@@ -79,9 +90,9 @@ def _lean(shortcut: _Shortcut) -> Callable[..., Any]:
         if (outputs[0] if type(outputs) is tuple else outputs) is None:
             raise _NoPlan
         if len(tensors) == inputs:
-            keep(ctx, tensors, outputs, ())
+            save(ctx, tensors, outputs, ())
         else:
-            keep(ctx, tensors[:inputs], outputs, [t for t in tensors[inputs:] if t is not None])
+            save(ctx, tensors[:inputs], outputs, [t for t in tensors[inputs:] if t is not None])
         return outputs if whole else outputs[0] if results == 1 else outputs[:results]
 
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -91,7 +102,9 @@ def _lean(shortcut: _Shortcut) -> Callable[..., Any]:
         if found is None:
             ctx.backend = shortcut.backend
             grads += (None,) * (owner.results - len(grads))
-            found = function.gradients(ctx, autograd.with_held(saved, shortcut.call, shortcut.held), *grads)[:inputs]
+            found = function.gradients(
+                ctx, autograd.with_tensor_options(saved, shortcut.call, shortcut.tensor_options), *grads
+            )[:inputs]
         return found if len(found) == len(needs) else found + (None,) * (len(needs) - len(found))
 
     body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
@@ -135,7 +148,7 @@ class Shortcuts:
         except (KeyError, TypeError):  # an option that has no hash is none of ours
             return None
         inputs = tensors[: self.inputs]
-        if not shortcut.held:
+        if not shortcut.tensor_options:
             tensors = inputs
         if not operator.is_short(tensors) or (shortcut.packed and not shortcut.fits(tensors)):
             return None
@@ -177,8 +190,8 @@ class Shortcuts:
             key = (key, settings)
         if self._planned is None or key in self._known:
             return
-        held = tuple(name for name in operator.tensor_fields(type(call)) if getattr(call, name) is not None)
-        if not operator.is_short((*tensors, *(getattr(call, name) for name in held))):
+        names = tuple(name for name in operator.tensor_fields(type(call)) if getattr(call, name) is not None)
+        if not operator.is_short((*tensors, *(getattr(call, name) for name in names))):
             return
         entry, _ = self._planned.entry((*tensors, *more, *call, backend))
         if entry is None:
@@ -186,10 +199,10 @@ class Shortcuts:
         if len(self._known) >= _MOST_SHORTCUTS:
             self._known.clear()
         made = self._known[key] = _Shortcut()
-        made.owner, made.entry, made.results, made.held, made.backend = self, entry, results, held, backend
-        made.call, made.backwards = call._replace(**dict.fromkeys(held)) if held else call, {}
+        made.owner, made.entry, made.results, made.tensor_options, made.backend = self, entry, results, names, backend
+        made.call, made.backwards = call._replace(**dict.fromkeys(names)) if names else call, {}
         fields = operator.tensor_fields(type(call))
-        made.packed = self.inputs + fields.index("cu_seqlens") if "cu_seqlens" in held else 0
+        made.packed = self.inputs + fields.index("cu_seqlens") if "cu_seqlens" in names else 0
         made.take, made.apply = plan.runner(entry.tensors, results), None
 
     def entry_of_backward(
@@ -198,7 +211,7 @@ class Shortcuts:
         """Return the options of a call's backward; None where no plan may serve it."""
         if self._planned_backward is None:
             return None
-        tensors, call = autograd.with_held(saved, shortcut.call, shortcut.held)
+        tensors, call = autograd.with_tensor_options(saved, shortcut.call, shortcut.tensor_options)
         grads += (None,) * (self.results - len(grads))
         arguments = self.function.arguments(needs, grads, tensors)
         return self._planned_backward.entry((*arguments, *call, shortcut.backend))[0]

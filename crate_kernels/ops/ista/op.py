@@ -185,7 +185,7 @@ class ISTAFunction(torch.autograd.Function):
         autograd.save(ctx, ISTAFunction, (x, weight), y, ISTACall(*options), backend)
 
     @staticmethod
-    def keep(ctx: Any, inputs: tuple, y: Tensor, held: tuple) -> None:
+    def save_tensors(ctx: Any, inputs: tuple, y: Tensor, option_tensors: tuple) -> None:
         ctx.save_for_backward(*inputs, y)
 
     @staticmethod
@@ -224,7 +224,7 @@ class OvercompleteISTAFunction(torch.autograd.Function):
         autograd.save(ctx, function, (x, weight, decoder), outputs, call, backend)
 
     @staticmethod
-    def keep(ctx: Any, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor], held: tuple) -> None:
+    def save_tensors(ctx: Any, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor], option_tensors: tuple) -> None:
         _, codes, residuals = outputs
         ctx.mark_non_differentiable(codes, residuals)
         ctx.save_for_backward(*inputs, codes, residuals)

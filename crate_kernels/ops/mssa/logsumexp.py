@@ -92,9 +92,9 @@ class LogSumExp(torch.autograd.Function):
         autograd.save(ctx, LogSumExp, (w,), output, MSSACall(*options), "composite")
 
     @staticmethod
-    def keep(ctx: Any, inputs: tuple, output: Tensor, held: tuple) -> None:
+    def save_tensors(ctx: Any, inputs: tuple, output: Tensor, option_tensors: tuple) -> None:
         """Save tensors."""
-        ctx.save_for_backward(*inputs, output, *held)
+        ctx.save_for_backward(*inputs, output, *option_tensors)
 
     @staticmethod
     def backward(ctx: Any, dlse: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

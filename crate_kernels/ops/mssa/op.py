@@ -69,7 +69,7 @@ def choose_decode(backend: str, w: Tensor, *args: Any) -> tuple[str, Callable]:
 
 def _run_decode(w: Tensor, data: Tensor, lengths: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Decode by the backend, with contiguous lengths."""
-    return operator.with_contiguous(lambda held: _dispatch_decode(w, data, held, *options), lengths)
+    return operator.with_contiguous(lambda contiguous: _dispatch_decode(w, data, contiguous, *options), lengths)
 
 
 mssa_fwd = operator.define(
@@ -118,8 +118,8 @@ class MSSAFunction(torch.autograd.Function):
         autograd.save(ctx, MSSAFunction, (w,), outputs, MSSACall._make(options), backend)
 
     @staticmethod
-    def keep(ctx: Any, inputs: tuple, outputs: tuple[Tensor, Tensor], held: tuple) -> None:
-        ctx.save_for_backward(*inputs, *outputs, *held)
+    def save_tensors(ctx: Any, inputs: tuple, outputs: tuple[Tensor, Tensor], option_tensors: tuple) -> None:
+        ctx.save_for_backward(*inputs, *outputs, *option_tensors)
         ctx.set_materialize_grads(False)
 
     @staticmethod

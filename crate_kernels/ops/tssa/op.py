@@ -119,10 +119,10 @@ class TSSAFunction(torch.autograd.Function):
         autograd.save(ctx, TSSAFunction, differentiable, outputs, call, backend)
 
     @staticmethod
-    def keep(ctx: Any, inputs: tuple, outputs: tuple[Tensor, ...], held: tuple) -> None:
+    def save_tensors(ctx: Any, inputs: tuple, outputs: tuple[Tensor, ...], option_tensors: tuple) -> None:
         _, membership, *statistics = outputs
         ctx.mark_non_differentiable(*statistics)
-        ctx.save_for_backward(*inputs, membership, *statistics, *held)
+        ctx.save_for_backward(*inputs, membership, *statistics, *option_tensors)
         ctx.set_materialize_grads(False)
 
     arguments = staticmethod(_arguments)
@@ -140,7 +140,7 @@ class TSSAFunction(torch.autograd.Function):
 class CausalTSSAFunction(torch.autograd.Function):
     """(out, membership) = tssa_causal_fwd(w, temp, denom_bias, *call, backend), differentiable once."""
 
-    save, keep = TSSAFunction.save, TSSAFunction.keep
+    save, save_tensors = TSSAFunction.save, TSSAFunction.save_tensors
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
