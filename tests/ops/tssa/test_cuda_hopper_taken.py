@@ -43,7 +43,7 @@ def launched(device, library):
 def usual(kind, batch=2):
     """Return w, temp and what else a call of a kind has."""
     if kind.causal:
-        return halves(batch, 3, 70, 32), temps(3), bias(3, 70)
+        return halves(batch, 3, 90, 32), temps(3), bias(3, 90)  # two steps
     return halves(batch, 3, 30, 16), temps(3)
 
 
