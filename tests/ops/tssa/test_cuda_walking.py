@@ -92,7 +92,10 @@ def gradient_of(backend, dtype, w, dout, dmembership):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_part_of_dw_may_exceed_what_fp16_holds(dtype, backend, hopper):
-    """What comes through the moments waits in 16 bits; what comes through the softmax takes nearly all of it back."""
+    """What comes through the moments waits in 16 bits; what comes through the softmax takes nearly all of it back.
+
+    The gradients of later energies, of this step and the one behind it, are large here, and small in the usual cases.
+    """
     hopper(PAIRS)
     w, dout, dmembership = torch.zeros(1, 3, 90, 32), torch.zeros(1, 3, 90, 32), torch.zeros(1, 3, 90)
     w[:, 0, :, 0], dout[:, 0, :, 0] = 0.8, 6e4
