@@ -146,7 +146,7 @@ class SubspaceCache:
         if self._bound + w.shape[2] > capacity:
             raise ValueError(
                 f"mssa: cache is full: its capacity is {capacity} tokens a sequence, "
-                f"up to {self._bound} are held and {w.shape[2]} more came"
+                f"up to {self._bound} are stored and {w.shape[2]} more came"
             )
 
     def _advance(self, new: int, ragged: bool) -> None:
