@@ -1,7 +1,7 @@
 """Make the pictures of docs/gallery.md from what the experiments wrote: ``python docs/figures.py``.
 
-It reads ``VERB-output`` of the folder that it is called in, as the verbs leave it, and writes small pictures into
-``docs/figures/``. In each is the command that made it, which a test compares with the page.
+It reads ``SUBCOMMAND-output`` of the folder that it is called in, as the subcommands leave it, and writes small
+pictures into ``docs/figures/``. In each is the command that made it, which a test compares with the page.
 """
 
 import json
@@ -45,11 +45,11 @@ def shrink(source: Path, facts: dict) -> Path:
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    for verb, pictures in SHOWN.items():
-        output = Path(f"{verb}-output")
+    for subcommand, pictures in SHOWN.items():
+        output = Path(f"{subcommand}-output")
         if (output / "metrics.json").exists():
             facts = json.loads((output / "metrics.json").read_text())
             for name in pictures:
                 print(shrink(output / f"{name}.png", facts))
         else:
-            print(f"{output} is not there: python -m crate_kernels {verb} makes it")
+            print(f"{output} is not there: python -m crate_kernels {subcommand} makes it")

@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=list(rows.DTYPES), action="append", help="fp32 and bf16 by default")
     parser.add_argument("--device", help="cuda where there is one, else cpu, by default")
     parser.add_argument("--output", type=Path, help="JSON file to write, which plot and compare read")
-    verbs = parser.add_subparsers(dest="bench_verb", metavar="compare")
-    compare = verbs.add_parser("compare", help="what moved between two files of results beyond their noise")
+    subcommands = parser.add_subparsers(dest="bench_subcommand", metavar="compare")
+    compare = subcommands.add_parser("compare", help="what moved between two files of results beyond their noise")
     compare.add_argument("first", type=Path)
     compare.add_argument("second", type=Path)
     compare.add_argument(
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; return 1 if one of our backends is wrong, 2 if nothing could be measured."""
-    if args.bench_verb == "compare":
+    if args.bench_subcommand == "compare":
         return _compare(args)
     try:
         device = machine.choose(args.device, (), None)

@@ -1,4 +1,4 @@
-"""Experiments of the papers with the operators and models: each is a verb with its own folder."""
+"""Experiments of the papers with the operators and models: each is a subcommand with its own folder."""
 
 from crate_kernels.experiments.common.command import Experiment
 

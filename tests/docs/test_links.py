@@ -98,8 +98,8 @@ def test_headings_have_anchors_of_their_own(page):
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.stem)
 def test_a_figure_is_small_and_the_gallery_says_what_made_it(figure):
     image = pytest.importorskip("PIL.Image", reason="needs pillow: pip install pillow")
-    verb, _, drawn = figure.stem.partition("-")
-    job = pages.ROOT / "crate_kernels" / "experiments" / verb
+    subcommand, _, drawn = figure.stem.partition("-")
+    job = pages.ROOT / "crate_kernels" / "experiments" / subcommand
     assert any(f'"{drawn}"' in path.read_text() for path in job.glob("*.py")), "no experiment draws it"
     assert figure.stat().st_size < LARGEST
     gallery = (pages.DOCS / "gallery.md").read_text()
@@ -109,8 +109,8 @@ def test_a_figure_is_small_and_the_gallery_says_what_made_it(figure):
 
 
 def test_the_pages_name_every_experiment():
-    verbs = {each.name for each in EXPERIMENTS}
+    subcommands = {each.name for each in EXPERIMENTS}
     table = set(re.findall(r"^\| `(\w+)` \|", (pages.DOCS / "experiments.md").read_text(), re.MULTILINE))
-    assert table == verbs - {"demo"}
+    assert table == subcommands - {"demo"}
     for page in (pages.ROOT / "README.md", pages.DOCS / "gallery.md"):
-        assert verbs - {"demo"} <= set(pages.inline(page)), page
+        assert subcommands - {"demo"} <= set(pages.inline(page)), page

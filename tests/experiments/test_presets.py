@@ -19,24 +19,24 @@ from crate_kernels.experiments.language import job as language
 from crate_kernels.experiments.layers.job import training_settings
 from crate_kernels.experiments.mae import job as mae
 
-VERBS = ("denoise", "icl", "redunet", "layers", "classify", "mae", "language")
+SUBCOMMANDS = ("denoise", "icl", "redunet", "layers", "classify", "mae", "language")
 META = SimpleNamespace(seed=0, backend=None, device=torch.device("meta"))
 
 
-def presets(verb):
-    return import_module(f"crate_kernels.experiments.{verb}.settings").PRESETS
+def presets(subcommand):
+    return import_module(f"crate_kernels.experiments.{subcommand}.settings").PRESETS
 
 
-def built(verb, settings, digits) -> dict[str, Any]:
-    """The models of a verb by name, without memory for their weights."""
+def built(subcommand, settings, digits) -> dict[str, Any]:
+    """The models of a subcommand by name, without memory for their weights."""
     with torch.device("meta"):
-        if verb == "icl":
+        if subcommand == "icl":
             return {name: icl.fresh(META, settings, name) for name in icl.models(settings)}
-        if verb == "layers":
+        if subcommand == "layers":
             return {"CRATE": models.CRATE(model_config(training_settings(settings, 0), digits, None))}
-        if verb == "classify":
+        if subcommand == "classify":
             return {name: fresh(name, settings, digits, None, 0) for name in settings.models or BUILDERS}
-        if verb == "mae":
+        if subcommand == "mae":
             return {"CRATE-MAE": mae.fresh(settings, digits, META)}
         return {name: language.fresh(META, settings, name) for name in language.MODELS}
 
@@ -90,22 +90,22 @@ FIELDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("verb", "preset"), FIELDS)
-def test_what_the_pages_report_is_of_these_settings(verb, preset):
-    assert astuple(presets(verb)[preset]) == FIELDS[verb, preset]
+@pytest.mark.parametrize(("subcommand", "preset"), FIELDS)
+def test_what_the_pages_report_is_of_these_settings(subcommand, preset):
+    assert astuple(presets(subcommand)[preset]) == FIELDS[subcommand, preset]
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_there_are_three(verb):
-    more = ["opposite"] if verb == "icl" else []
-    assert list(presets(verb)) == ["default", "paper", "quick", *more]
+@pytest.mark.parametrize("subcommand", SUBCOMMANDS)
+def test_there_are_three(subcommand):
+    more = ["opposite"] if subcommand == "icl" else []
+    assert list(presets(subcommand)) == ["default", "paper", "quick", *more]
 
 
 @pytest.mark.parametrize("preset", ["default", "paper", "quick"])
-@pytest.mark.parametrize("verb", ["icl", "layers", "classify", "mae", "language"])
-def test_a_preset_builds_its_models(verb, preset, small):
-    settings = presets(verb)[preset]
-    found = built(verb, settings, data.load())
+@pytest.mark.parametrize("subcommand", ["icl", "layers", "classify", "mae", "language"])
+def test_a_preset_builds_its_models(subcommand, preset, small):
+    settings = presets(subcommand)[preset]
+    found = built(subcommand, settings, data.load())
     assert found
     for model in found.values():
         parameters = list(model.parameters())
@@ -131,10 +131,10 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize(("verb", "name"), LAYERS)
-def test_the_papers_layers(verb, name, small):
-    published, path = LAYERS[verb, name]
-    ours = built(verb, presets(verb)["paper"], data.load())[name]
+@pytest.mark.parametrize(("subcommand", "name"), LAYERS)
+def test_the_papers_layers(subcommand, name, small):
+    published, path = LAYERS[subcommand, name]
+    ours = built(subcommand, presets(subcommand)["paper"], data.load())[name]
     with torch.device("meta"):
         theirs: Any = models.create(published)
     assert shapes(ours.get_submodule(path)) == shapes(theirs.get_submodule(path))

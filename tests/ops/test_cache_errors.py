@@ -33,7 +33,13 @@ def requiring_grad(tensor):
 LEFT = torch.tensor([[True, True], [False, True], [True, True]])
 PACKED = {"cu_seqlens": offsets((2, 4)), "max_seqlen": 4}
 ERRORS = [
-    ("full", "mssa", decode_with("mssa", tokens(3)), ValueError, "capacity is 12 .* up to 10 are stored and 3 more came"),
+    (
+        "full",
+        "mssa",
+        decode_with("mssa", tokens(3)),
+        ValueError,
+        "capacity is 12 .* up to 10 are stored and 3 more came",
+    ),
     (
         "dtype",
         "mssa",

@@ -1,1 +1,1 @@
-"""Shared parts of the verbs that train, measure and draw."""
+"""Shared parts of the subcommands that train, measure and draw."""

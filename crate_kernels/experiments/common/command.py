@@ -26,22 +26,22 @@ def missing_packages() -> str | None:
     return f"not installed: {', '.join(missing)}; pip install {' '.join(missing)}"
 
 
-def refuse(verb: str, reason: str) -> int:
+def refuse(subcommand: str, reason: str) -> int:
     """Print why nothing was done; return the exit status."""
-    print(f"{verb}: {reason}", file=sys.stderr)
+    print(f"{subcommand}: {reason}", file=sys.stderr)
     return 2
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One verb that measures and draws.
+    """One subcommand that measures and draws.
 
     Its folder ``crate_kernels/experiments/<name>`` has ``job.run(trial, settings)`` and ``settings.PRESETS``: settings
     by name. ``"default"`` finishes in minutes on a small CPU, ``"paper"`` has the published sizes, ``"quick"`` runs
     every part. Without ``"paper"``, the option ``--quick`` takes the place of ``--preset``.
 
     Attributes:
-        name: of the verb. summary: for ``--help``.
+        name: of the subcommand. summary: for ``--help``.
         lasts: how long ``"default"`` took on one core, for ``--help``.
         ops: the operators it needs. A backend that lacks one is refused.
         baseline: a backend with which the others are compared; refused too.

@@ -26,7 +26,7 @@ class Trial:
     """The argument of every experiment's job.
 
     Attributes:
-        name: of the verb. folder: for output files. device, backend, seed, preset, fresh: as requested.
+        name: of the subcommand. folder: for output files. device, backend, seed, preset, fresh: as requested.
         ops: the operators of the experiment.
     """
 
