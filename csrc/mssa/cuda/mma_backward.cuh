@@ -7,11 +7,13 @@
 //     A_ij = scale (P_ij (dout_i.w_j - shift_i) + P_ji (dout_j.w_i - shift_j))
 //     dw_j = sum_i P_ij dout_i + A_ij w_i
 //
+// In fp16, P and A are raised before they are rounded: mma_raise.cuh.
+//
 // Five products per tile, all with the warp's own rows or their weights on the left: warps exchange no data. Off the
 // causal diagonal only one direction exists: four products after it, three before it.
 #pragma once
 
-#include "mma_tile.cuh"
+#include "mma_raise.cuh"
 
 namespace crate_kernels::mssa {
 
@@ -117,11 +119,13 @@ struct Gradient {
           dt[m][i / 4][i % 4] = __fmul_rn(dt[m][i / 4][i % 4], query);
         });
       }
+      if constexpr (kRaises<T>) unroll<8>([&](int i) { value[i / 4][i % 4] *= raise(); });
       pack_left<T>(p[m], value[0], value[1]);
+      const float scale = kRaises<T> ? call.scale * raise() : call.scale;
       unroll<8>([&](int i) {
         const float key = as_key[i / 4][i % 4] * (dp[m][i / 4][i % 4] - tile.shift[i / 4 * 8 + 2 * t + i % 2]);
         const float query = as_query[i / 4][i % 4] * (dt[m][i / 4][i % 4] - shift[m][i % 4 / 2]);
-        dp[m][i / 4][i % 4] = (key + query) * call.scale;
+        dp[m][i / 4][i % 4] = (key + query) * scale;
       });
       pack_left<T>(a[m], dp[m][0], dp[m][1]);
     }

@@ -57,6 +57,7 @@ CRATE_DEVICE void backward_block(const Problem& call) {
   const bool scores = products || call.inputs.dlse != nullptr;
   load_tile<T, DIM>(own_w, w, rows, first, head.length, call.access);
   if (products) load_tile<T, DIM>(own_dout, dout, rows, first, head.length, call.access);
+  if constexpr (kRaises<T>) find_raise(call, head);
   finish_copies();
   const int warp_rows = threadIdx.x / kWarp * 16 * ROWS16, row = first + warp_rows;
   Gradient<T, DIM, ROWS16, IN_REGISTERS> gradient;
@@ -81,7 +82,8 @@ CRATE_DEVICE void backward_block(const Problem& call) {
     terms = {false, true, false, false};
   }
   if (row >= head.length) return;
-  unroll<ROWS16>([&](int m) { round_rows<T, DIM>(own_w + (warp_rows + m * 16) * DIM, gradient.acc[m], 1.0f, 1.0f); });
+  const float back = kRaises<T> ? 1.0f / raise() : 1.0f;
+  unroll<ROWS16>([&](int m) { round_rows<T, DIM>(own_w + (warp_rows + m * 16) * DIM, gradient.acc[m], back, back); });
   __syncwarp();
   store_tile<T, DIM>(head.view<T>(call, call.outputs.dw), own_w + warp_rows * DIM, 16 * ROWS16, row, head.length,
                      call.access);

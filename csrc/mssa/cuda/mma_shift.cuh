@@ -7,6 +7,7 @@
 // blocks with a row where the rounding of out would show in dw: ../cpu/row_stats.h has the measure of it.
 #pragma once
 
+#include "mma_raise.cuh"
 #include "mma_rows.cuh"
 #include "rounding.cuh"
 
@@ -38,6 +39,35 @@ CRATE_DEVICE uint32_t channel_pair(const Problem& call, const Head& head, const 
 template <class T>
 CRATE_DEVICE float of_pair(uint32_t bits, int element) {
   return to_float(T{static_cast<uint16_t>(bits >> 16 * element)});
+}
+
+// Notes the norms of a warp's 16 rows from `first` on: mma_raise.cuh. A gradient of lse counts as a longer dout.
+template <class T>
+CRATE_DEVICE void put_norms(const Problem& call, const Head& head, int first) {
+  const int lane = threadIdx.x % kWarp, row = first + lane / 4;
+  const View<const T> w = head.view<const T>(call, call.inputs.w), dout = head.view<const T>(call, call.inputs.dout);
+  float of_w[2] = {}, of_dout[2] = {}, most_w = 0.0f, most_dout = 0.0f, most_dlse = 0.0f;
+  for (int c = 2 * (lane % 4); c < call.access.head_dim; c += 8) {
+    unroll<2>([&](int half) {
+      const uint32_t a = channel_pair(call, head, w, row + 8 * half, c);
+      const uint32_t b = call.products ? channel_pair(call, head, dout, row + 8 * half, c) : 0;
+      unroll<2>([&](int e) {
+        of_w[half] += of_pair<T>(a, e) * of_pair<T>(a, e);
+        of_dout[half] += of_pair<T>(b, e) * of_pair<T>(b, e);
+      });
+    });
+  }
+  unroll<2>([&](int half) {
+    most_w = fmaxf(most_w, row_sum(of_w[half])), most_dout = fmaxf(most_dout, row_sum(of_dout[half]));
+    if (call.inputs.dlse == nullptr || row + 8 * half >= head.length) return;
+    most_dlse = fmaxf(most_dlse, fabsf(call.inputs.dlse[head.row + row + 8 * half]));
+  });
+  most_w = warp_max(most_w), most_dout = warp_max(most_dout), most_dlse = warp_max(most_dlse);
+  if (most_dlse > 0.0f) {
+    const float longer = sqrtf(most_dout) + 0.5f * most_dlse / sqrtf(most_w);
+    most_dout = longer * longer;
+  }
+  if (lane == 0 && row < head.length) call.scratch.norms[head.row + row] = pack_pair<bf16>(most_dout, most_w);
 }
 
 // A lane's share of two rows: what their roundings are found from.
@@ -188,6 +218,10 @@ CRATE_DEVICE void leave_own(const Problem& call, const float (&share)[2], bool (
 
 template <class T, int DIM>
 CRATE_DEVICE void shift_block(const Problem& call) {
+  if constexpr (kRaises<T>) {
+    const int first = (blockIdx.x % call.blocks * kShiftWarps + threadIdx.x / kWarp) * 16;
+    if (call.scratch.norms != nullptr) put_norms<T>(call, Head(call, blockIdx.x / call.blocks), first);
+  }
   bool wanted[2] = {true, true};
   if (call.masking.seed == nullptr || !call.products) {
     float share[2] = {};

@@ -3,7 +3,7 @@
 //
 // With dropout delta is summed from those products themselves; mma_shift.cuh says why. So it is where one weight makes
 // up a row and its score is large: a rounding of out, or of lse, is then multiplied by that score. And so it is of
-// 16-bit rows where the rounding of out would show in dw, whatever their scores.
+// rows where the rounding of out would show in dw, whatever their scores.
 #pragma once
 
 #include "plain_forward.cuh"
@@ -44,8 +44,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_delta_kernel(Problem c) {
   const float most = mssa::kMostRounding * warp_max(most_dout), rounding = fabsf(c.scale) * most_out * sqrtf(squares);
   if (threadIdx.x >= kOwned || row >= h.length) return;
   c.scratch.delta[h.row + row] = delta;
-  if (c.scratch.lse_residual != nullptr)
-    c.scratch.lse_residual[h.row + row] = c.dtype != Dtype::f32 && rounding > most ? 1.0f : 0.0f;
+  if (c.scratch.lse_residual != nullptr) c.scratch.lse_residual[h.row + row] = rounding > most ? 1.0f : 0.0f;
 }
 
 // s += w_j.w_i; as_key += w_j.dout_i if KEY; as_query += dout_j.w_i if QUERY. j: owned rows; i: rows of the tile.

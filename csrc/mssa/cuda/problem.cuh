@@ -57,6 +57,7 @@ struct RowScratch {
   float* lse_residual;            // what rounding took from lse; null: not known
   float *row_max, *select_level;  // of phi = "threshold": the largest score, and the threshold times the sum of weights
                                   // that are at most 1. Where they are wanted, a forward writes nothing else
+  uint32_t* norms;                // of every 16 rows, at the first: mma_raise.cuh; null: not wanted
 };
 
 // What says which keys a row sees, and which weights dropout keeps.

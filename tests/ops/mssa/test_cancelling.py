@@ -46,6 +46,16 @@ def alike(generator):
     return w, g
 
 
+def small(generator):
+    """Long tokens around one mean, and gradients whose products with differences of tokens are subnormal in fp16."""
+    mean = torch.randn(1, 1, 1, 64, generator=generator)
+    w, g = (torch.randn(1, 1, 200, 64, generator=generator) for _ in range(2))
+    return 0.1 * w + 400 * mean / mean.norm(), 1e-3 * g
+
+
+SMALL = (small, {"scale": 0.008}, (0, 1))
+
+
 def before(factor, draw):
     """The last of the tokens is ``factor`` times as long: in the causal form no other attends to it."""
 

@@ -12,7 +12,7 @@ from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.cuda import problem, tensor_cores
 from tests.ops import test_not_numbers
 from tests.ops.common import keep_mask, offsets, over_budget, randn
-from tests.ops.mssa import test_threshold
+from tests.ops.mssa import test_cancelling, test_threshold
 
 HALVES = [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float16, id="fp16")]
 DTYPES = pytest.mark.parametrize("dtype", HALVES)
@@ -73,6 +73,12 @@ def test_scores_of_ten_thousands_give_weights_of_one(causal, dtype, backend):
 def test_gradients_by_a_tiny_scale_keep_their_bits(shape, dtype, backend):
     """Of scores, in fp16, they would be subnormal, and the tokens that they are multiplied by are large."""
     assert over_budget(case_of(*shape, scale=1e-6, magnitude=1e4), dtype, backend, "cpu") == []
+
+
+@DTYPES
+def test_small_gradients_of_long_tokens_keep_their_bits(dtype, backend):
+    """Gradients of scores are 3e-8 here, half of fp16's smallest number."""
+    assert test_cancelling.worst(test_cancelling.SMALL, dtype, backend) < 1
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.shape[2] in (0, 64)], ids=str)

@@ -64,7 +64,7 @@ class MssaRowScratch(Record):
     """Numbers per row between the kernels of a call."""
 
     cpp = "mssa::RowScratch"
-    _fields_ = fields(POINTER, "delta lse_residual row_max select_level")
+    _fields_ = fields(POINTER, "delta lse_residual row_max select_level norms")
 
 
 class MssaMasking(Record):
@@ -194,7 +194,9 @@ def of_backward(
     values = dout is not None
     products = values and not select
     statistics = (
-        {"row_max": scratch[1], "select_level": scratch[2]} if select and values else {"lse_residual": scratch[1]}
+        {"row_max": scratch[1], "select_level": scratch[2]}
+        if select and values
+        else {"lse_residual": scratch[1], "norms": scratch[1]}  # of other kernels each
     )
     return of_forward(
         w,

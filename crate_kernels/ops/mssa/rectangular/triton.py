@@ -89,7 +89,9 @@ def _mssa_rectangular_bwd_kernel(
     head = find_head(pid // num_j, nheads, rows)
     at = head.row
     dlse_at = dlse_ptr + at if TERMS.HAS_DLSE else lse_ptr
-    own = BackwardInputs(tokens_of(head, w), tokens_of(head, g), lse_ptr + at, lse_ptr + at, delta_ptr + at, dlse_at)
+    own = BackwardInputs(
+        tokens_of(head, w), tokens_of(head, g), lse_ptr + at, lse_ptr + at, delta_ptr + at, dlse_at, 1.0
+    )
     end = offset + rows
     scores = _scores_of_range(head, end, start, rows, first_head, all_heads, row_mask_ptr, call, FORM)
     own = load_block(own, scores, start_j, rows, BLOCK_J, FORM, TERMS, offset)
@@ -97,7 +99,7 @@ def _mssa_rectangular_bwd_kernel(
     at = find_head(pid // num_j, nheads, columns).row
     w, g = tokens_of(head, others), tokens_of(head, other_g)
     dlse_at = other_dlse_ptr + at if TERMS.HAS_DLSE else other_lse_ptr
-    inputs = BackwardInputs(w, g, other_lse_ptr + at, factor_ptr + at, other_delta_ptr + at, dlse_at)
+    inputs = BackwardInputs(w, g, other_lse_ptr + at, factor_ptr + at, other_delta_ptr + at, dlse_at, 1.0)
     scores = _scores_of_range(head, columns, start, columns, first_head, all_heads, call.mask_ptr, call, FORM)
     extent = 0.0
     if TERMS.DERIVED:
@@ -193,6 +195,8 @@ def delta(dout: Tensor, out: Tensor) -> Tensor:
             factor_ptr=None,
             delta_ptr=delta,
             extent_ptr=None,
+            norms_ptr=None,
+            dlse_ptr=None,
             num_m=num_m,
             **sizes.arguments(),
             DELTA="out",
@@ -242,6 +246,8 @@ def backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> 
                 w=others,
                 lse_ptr=column_lse,
                 delta_ptr=column_lse,  # not written
+                norms_ptr=None,
+                dlse_ptr=None,
                 **numbers,
                 **sizes.arguments(),
                 DELTA="",

@@ -34,6 +34,7 @@ from crate_kernels.ops.mssa.triton.delta import _mssa_bwd_delta_kernel
 from crate_kernels.ops.mssa.triton.divided import _mssa_bwd_divide_kernel
 from crate_kernels.ops.mssa.triton.head import find_head, largest, scores_of, tokens_of
 from crate_kernels.ops.mssa.triton.launch import HeadSizes, strided
+from crate_kernels.ops.mssa.triton.raised import factor_of
 from crate_kernels.ops.mssa.triton.terms import BackwardInputs, GradientTerms, load_block, walk
 
 
@@ -52,6 +53,8 @@ def _write_block(inputs, dw, scores, extent, start_j, BLOCK_J: tl.constexpr, FOR
             acc = walk(acc, own, inputs, scores, extent, start_j, BLOCK_J, FORM, REST)
     else:
         acc = walk(acc, own, inputs, scores, extent, start_j, BLOCK_J, FORM, TERMS)
+    if TERMS.RAISED:
+        acc = tile.scale(acc, tl.zeros((BLOCK_J,), tl.float32) + 1.0 / inputs.raised)
     offs_j = start_j + tl.arange(0, BLOCK_J)
     tile.store(dw, acc, offs_j, offs_j < scores.length, FORM)
 
@@ -95,7 +98,8 @@ def _write_symmetric(
 # Sizes vary per call: do not specialise on them.
 @triton.jit(do_not_specialize=["nheads", "seqlen", "total", "num_j", "num_m"])
 def _mssa_bwd_kernel(
-    g, w, dw, lse_ptr, factor_ptr, delta_ptr, dlse_ptr, extent_ptr, nheads, seqlen, total, call, num_j, num_m,
+    g, w, dw, lse_ptr, factor_ptr, delta_ptr, dlse_ptr, extent_ptr, norms_ptr,
+    nheads, seqlen, total, call, num_j, num_m,
     BLOCK_J: tl.constexpr, TAIL_J: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of a block of rows; the last block of a sequence has TAIL_J rows, the last tile TAIL_I."""
@@ -108,8 +112,12 @@ def _mssa_bwd_kernel(
     g = tokens_of(head, g) if TERMS.VALUES else w
     dlse_at = dlse_ptr + head.row if TERMS.HAS_DLSE else lse_ptr
     at = head.row
-    inputs = BackwardInputs(w, g, lse_ptr + at, factor_ptr + at, delta_ptr + at, dlse_at)
     scores = scores_of(head, seqlen, call, FORM)
+    raised = 1.0
+    if TERMS.RAISED:
+        blocks = tl.num_programs(0) // num_j * num_m
+        raised = factor_of(norms_ptr + head.number.to(tl.int64) * num_m, blocks, num_m, call, FORM)
+    inputs = BackwardInputs(w, g, lse_ptr + at, factor_ptr + at, delta_ptr + at, dlse_at, raised)
     extent = 0.0
     if TERMS.DERIVED:
         extent = largest(extent_ptr + head.number.to(tl.int64) * num_m, num_m)
@@ -170,6 +178,7 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
     # fp16 has no room for weights that are not divided by their sums beside gradients that are.
     symmetric_form = level >= (3 if call.causal else 2) and products and w.dtype == torch.bfloat16
     derived = level > 0 and scores and not (call.masked or symmetric_form)
+    raised = w.dtype == torch.float16 and scores and not selects
     if chosen > 1 and not (symmetric_form and call.seed is None and not (call.masked or call.packed)):
         config.pop("maxnreg", None)  # chosen for the symmetric form of whole tiles: others would spill
     block_j, block_i = config.pop("BLOCK_J"), config.pop("BLOCK_I")
@@ -187,7 +196,7 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
     walks = delta in ("threshold", "weights", "guarded")
     delta_form = (form if walks else form.unmasked)._replace(BLOCK=_DELTA_ROWS, TAIL=_DELTA_ROWS)
     numbers = {"lse_ptr": lse, "delta_ptr": torch.empty_like(lse), "num_m": num_m, **sizes.arguments()}
-    shared = {**numbers, "g": strided(g), "w": strided(w), "factor_ptr": lse}
+    shared = {**numbers, "g": strided(g), "w": strided(w), "factor_ptr": lse, "norms_ptr": None}
     dlse = None if dlse is None else dlse.contiguous()
     with launch.guard(w.device):
         if symmetric_form:
@@ -212,12 +221,15 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
         else:
             shared["factor_ptr"] = torch.empty_like(lse)
             shared["extent_ptr"] = w.new_empty(sizes.heads, num_m, dtype=torch.float32)
-            if products or derived or selects:
+            if raised:
+                shared["norms_ptr"] = w.new_empty(2, sizes.heads, num_m, dtype=torch.float32)
+            if products or derived or selects or raised:
                 launch.run(
                     _mssa_bwd_delta_kernel,
                     sizes.heads * num_m,
                     **shared,
                     out=strided(out),
+                    dlse_ptr=dlse if raised else None,
                     DELTA=delta,
                     FORM=delta_form,
                 )
@@ -231,7 +243,9 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
             BLOCK_J=block_j,
             TAIL_J=sizes.tail(block_j),
             FORM=form,
-            TERMS=GradientTerms(dout is not None, scores, products, dlse is not None, selects, derived, symmetric_form),
+            TERMS=GradientTerms(
+                dout is not None, scores, products, dlse is not None, selects, derived, symmetric_form, raised
+            ),
             **config,
         )
     return dw.to(dtype)

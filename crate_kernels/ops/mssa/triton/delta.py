@@ -23,6 +23,7 @@ import triton.language as tl
 from crate_kernels._triton.jit import rounded_product
 from crate_kernels.ops.mssa.triton import tile
 from crate_kernels.ops.mssa.triton.head import allowed, find_head, kept, scores_of, signed_products, tokens_of
+from crate_kernels.ops.mssa.triton.raised import note_norms
 from crate_kernels.ops.mssa.triton.rows import LOG2_E, empty_state, walk_keys
 from crate_kernels.ops.mssa.triton.terms import shared_factor
 
@@ -112,7 +113,7 @@ def delta_of_rows(
 # Sizes vary per call: do not specialise on them.
 @triton.jit(do_not_specialize=["nheads", "seqlen", "total", "num_m"])
 def _mssa_bwd_delta_kernel(
-    g, out, w, lse_ptr, factor_ptr, delta_ptr, extent_ptr, nheads, seqlen, total, call, num_m,
+    g, out, w, lse_ptr, factor_ptr, delta_ptr, extent_ptr, norms_ptr, dlse_ptr, nheads, seqlen, total, call, num_m,
     DELTA: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Write exp(-lse) of every row, the largest |lse| of every FORM.BLOCK rows, and delta by DELTA, unless that is "".
@@ -120,7 +121,7 @@ def _mssa_bwd_delta_kernel(
     Without lse, delta alone. "out": the product of g and out; "weights": the sum over the row's weights; "guarded": the
     product, or where its rounding would show the sum. "threshold":
     what a forward compares its weights with, in place of delta, and the maximum that they are below, in place of
-    exp(-lse).
+    exp(-lse). With norms, those of raised.py too.
     """
     BLOCK_M: tl.constexpr = FORM.BLOCK
     pid = tl.program_id(0)
@@ -144,6 +145,12 @@ def _mssa_bwd_delta_kernel(
             g_m, g_m, tokens_of(head, out), tokens_of(head, w), lse_at, scores, start_m, BLOCK_M, FORM, DELTA
         )
         tl.store(delta_ptr + head.row + offs_m, delta, mask=mask_m)
+    if norms_ptr is not None:
+        zero = tl.zeros((BLOCK_M,), tl.float32)
+        of_g = tile.row_products(g_m, g_m) if DELTA != "" else zero
+        dlse = zero if dlse_ptr is None else tl.load(dlse_ptr + head.row + offs_m, mask=mask_m, other=0.0)
+        w_m = tile.load(tokens_of(head, w), offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
+        note_norms(norms_ptr + pid, tl.num_programs(0), of_g, w_m, dlse)
     if lse_ptr is None:
         return
     base = tl.load(lse_ptr + head.row + offs_m, mask=mask_m, other=0.0)  # (BLOCK_M,)

@@ -40,6 +40,7 @@ class GradientTerms(NamedTuple):
     SELECT: bool = False  # phi="threshold": P is 1 where a forward selects it, else 0
     DERIVED: bool = False  # one exponential for both directions, where that is exact
     SYMMETRIC: bool = False  # gradients are divided by their rows' sums, where that is exact: symmetric.py
+    RAISED: bool = False  # weights are raised before they are rounded to fp16: raised.py
 
 
 class BackwardInputs(NamedTuple):
@@ -51,6 +52,7 @@ class BackwardInputs(NamedTuple):
     factor_ptr: tl.tensor  # exp(-L); with SELECT the largest product
     delta_ptr: tl.tensor  # with SELECT what a weight is compared with
     dlse_ptr: tl.tensor
+    raised: tl.tensor  # the factor of weights; 1 but for fp16
 
 
 class OwnRows(NamedTuple):
@@ -161,6 +163,7 @@ def _key_terms(
     if TERMS.VALUES:
         g_i = load_rows(inputs.g, met.offs, met.length, MASKED, FORM)  # (BLOCK_I, HEAD_DIM)
         weights = dropped(probs, own.scores, key_i, key_j, FORM)
+        weights = weights * inputs.raised if TERMS.RAISED else weights
         acc = tile.add_product(acc, weights.to(met.w[0].dtype), g_i, FORM)
     weight = (met.lse * scale)[None, :] if SHARED else probs * scale
     if FUSED:
@@ -177,7 +180,7 @@ def _key_terms(
 
 @triton.jit
 def _query_terms(
-    dscores, own, met, scores, scores_ij, factor_j, weighted_delta_j,
+    dscores, own, met, scores, scores_ij, scale, factor_j, weighted_delta_j,
     MASKED: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr, SHARED: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     """Return the gradient of scores (BLOCK_J, BLOCK_I) with that of the owned rows as queries of the rows met."""
@@ -185,7 +188,7 @@ def _query_terms(
     if SHARED:
         weight = factor_j
     else:
-        weight = _probabilities(scores_ij, own.lse[:, None], scores, key_j, key_i, MASKED, FORM) * scores.call.scale
+        weight = _probabilities(scores_ij, own.lse[:, None], scores, key_j, key_i, MASKED, FORM) * scale
     if FUSED:
         dscores += tile.products(own.g, met.w, FORM) * weight - weighted_delta_j
     elif TERMS.PRODUCTS:
@@ -205,7 +208,8 @@ def _add_tiles(
     """Add the terms of rows [start, stop) to the owned rows, which take part as KEY, as QUERY or as both."""
     BLOCK_I: tl.constexpr = FORM.TAIL if MASKED else FORM.BLOCK
     SHARED: tl.constexpr = TERMS.DERIVED and not MASKED
-    length, scale = scores.length, scores.call.scale
+    length = scores.length
+    scale = scores.call.scale * inputs.raised if TERMS.RAISED else scores.call.scale
     factor_j = (shared_factor(own.lse) * scale)[:, None] if SHARED else 0.0
     # A difference and its weight in one multiply-add. It rounds the weighted delta, where a difference that cancels
     # would be exact: by 2^-24, and scores, which magnify it, are not beyond EXTENT here.
@@ -225,7 +229,19 @@ def _add_tiles(
             acc, dscores = _key_terms(acc, own, met, inputs, scores_ij, exps, scale, MASKED, FORM, TERMS, SHARED, FUSED)
         if QUERY and TERMS.SCORES:
             dscores = _query_terms(
-                dscores, own, met, scores, scores_ij, factor_j, weighted_delta_j, MASKED, FORM, TERMS, SHARED, FUSED_OWN
+                dscores,
+                own,
+                met,
+                scores,
+                scores_ij,
+                scale,
+                factor_j,
+                weighted_delta_j,
+                MASKED,
+                FORM,
+                TERMS,
+                SHARED,
+                FUSED_OWN,
             )
         if TERMS.SCORES:
             acc = tile.add_product(acc, (exps * dscores if SHARED else dscores).to(w_i[0].dtype), w_i, FORM)

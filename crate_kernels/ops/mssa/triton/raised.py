@@ -1,0 +1,46 @@
+"""The factor that raises weights of fp16 tokens in a backward.
+
+Weights of long rows, and gradients of scores far below 1, would be subnormal numbers, which have few digits, and tokens
+multiply what rounding takes from them. Of weights P and a factor R of dropout, with the largest norms |g| and |w| of a
+head, and its largest |dlse|,
+
+    |A_ij| <= 2 |scale| (2 max R |g| |w| + |dlse|)
+
+P and A are multiplied by a power of two that leaves both below 2^14, and dw by its inverse.
+"""
+
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
+# Triton's compiler reads these functions; their types are not Python's.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from crate_kernels.ops.mssa.triton import tile
+from crate_kernels.ops.mssa.triton.head import largest
+
+MOST_BITS = tl.constexpr(14)  # fp16 holds 2^15, and a weight is at most 1 but for the rounding of lse,
+LARGE_SCORE = tl.constexpr(2.0**20)  # which is no longer small from this score on
+
+
+@triton.jit
+def note_norms(norms_ptr, blocks, of_g, w, dlse):
+    """Note the largest squares of |g| and |w| of a block of rows; a gradient of lse counts as a longer g."""
+    of_g, of_w = tl.max(of_g, 0), tl.max(tile.row_products(w, w), 0)
+    dlse = tl.max(tl.abs(dlse), 0)
+    longer = tl.sqrt(of_g) + 0.5 * dlse / tl.sqrt(tl.where(dlse > 0.0, of_w, 1.0))
+    tl.store(norms_ptr, longer * longer)
+    tl.store(norms_ptr + blocks, of_w)
+
+
+@triton.jit
+def factor_of(norms_ptr, blocks, count, call, FORM: tl.constexpr):
+    """Return the factor of a head of ``count`` blocks of rows, of ``blocks`` in all."""
+    of_g, of_w = largest(norms_ptr, count), largest(norms_ptr + blocks, count)
+    most = tl.maximum(4.0 * call.qk_scale * tl.sqrt(of_g) * tl.sqrt(of_w), 1.0)
+    most = most * call.keep_factor if FORM.DROPOUT else most
+    exponent = (most.to(tl.int32, bitcast=True) >> 23) - 126  # most is below 2^exponent
+    factor = tl.exp2(-tl.minimum(exponent - MOST_BITS, 0).to(tl.float32))
+    return tl.where(call.qk_scale * of_w < LARGE_SCORE, factor, 1.0)
