@@ -46,7 +46,7 @@ template <class T>
 CRATE_DEVICE void put_norms(const Problem& call, const Head& head, int first) {
   const int lane = threadIdx.x % kWarp, row = first + lane / 4;
   const View<const T> w = head.view<const T>(call, call.inputs.w), dout = head.view<const T>(call, call.inputs.dout);
-  float of_w[2] = {}, of_dout[2] = {}, most_w = 0.0f, most_dout = 0.0f, most_dlse = 0.0f;
+  float of_w[2] = {}, of_dout[2] = {}, most_w = 1.0f, most_dout = 0.0f, most_dlse = 0.0f;
   for (int c = 2 * (lane % 4); c < call.access.head_dim; c += 8) {
     unroll<2>([&](int half) {
       const uint32_t a = channel_pair(call, head, w, row + 8 * half, c);
@@ -62,12 +62,9 @@ CRATE_DEVICE void put_norms(const Problem& call, const Head& head, int first) {
     if (call.inputs.dlse == nullptr || row + 8 * half >= head.length) return;
     most_dlse = fmaxf(most_dlse, fabsf(call.inputs.dlse[head.row + row + 8 * half]));
   });
-  most_w = warp_max(most_w), most_dout = warp_max(most_dout), most_dlse = warp_max(most_dlse);
-  if (most_dlse > 0.0f) {
-    const float longer = sqrtf(most_dout) + 0.5f * most_dlse / sqrtf(most_w);
-    most_dout = longer * longer;
-  }
-  if (lane == 0 && row < head.length) call.scratch.norms[head.row + row] = pack_pair<bf16>(most_dout, most_w);
+  most_w = warp_max(most_w);  // at least 1: zeros would be infinitely shorter than dlse
+  const float longer = sqrtf(warp_max(most_dout)) + 0.5f * warp_max(most_dlse) / sqrtf(most_w);
+  if (lane == 0 && row < head.length) call.scratch.norms[head.row + row] = pack_pair<bf16>(longer * longer, most_w);
 }
 
 // A lane's share of two rows: what their roundings are found from.

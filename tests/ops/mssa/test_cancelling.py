@@ -107,6 +107,15 @@ def test_a_delta_that_cancels(case, dtype, backend, device):
 
 @HALF
 @pytest.mark.parametrize(("backend", "device"), KERNELS)
+def test_gradients_of_lse_for_tokens_of_zeros(dtype, backend, device):
+    """No multiple of such a token is as long as the gradient."""
+    w = torch.zeros(1, 2, 40, 16, dtype=dtype, device=device, requires_grad=True)
+    _, lse = mssa(w, return_lse=True, backend=backend)
+    assert not torch.autograd.grad(lse.sum(), w)[0].any()
+
+
+@HALF
+@pytest.mark.parametrize(("backend", "device"), KERNELS)
 def test_small_gradients_of_long_tokens(dtype, backend, device):
     assert worst(SMALL, dtype, backend, device) < 1
 

@@ -137,6 +137,16 @@ def _mssa_bwd_delta_kernel(
         tl.store(factor_ptr + head.row + offs_m, m_i, mask=mask_m)
         tl.store(delta_ptr + head.row + offs_m, l_i * call.threshold, mask=mask_m)
         return
+    if norms_ptr is not None:
+        zero = tl.zeros((BLOCK_M,), tl.float32)
+        of_g, dlse = zero, zero
+        if DELTA != "":
+            g_m = tile.load(tokens_of(head, g), offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
+            of_g = tile.row_products(g_m, g_m)
+        if dlse_ptr is not None:
+            dlse = tl.load(dlse_ptr + head.row + offs_m, mask=mask_m, other=0.0)
+        w_m = tile.load(tokens_of(head, w), offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
+        note_norms(norms_ptr + pid, tl.num_programs(0), of_g, w_m, dlse)
     if DELTA != "":
         g_m = tile.load(tokens_of(head, g), offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
         scores = scores_of(head, seqlen, call, FORM)
@@ -145,12 +155,6 @@ def _mssa_bwd_delta_kernel(
             g_m, g_m, tokens_of(head, out), tokens_of(head, w), lse_at, scores, start_m, BLOCK_M, FORM, DELTA
         )
         tl.store(delta_ptr + head.row + offs_m, delta, mask=mask_m)
-    if norms_ptr is not None:
-        zero = tl.zeros((BLOCK_M,), tl.float32)
-        of_g = tile.row_products(g_m, g_m) if DELTA != "" else zero
-        dlse = zero if dlse_ptr is None else tl.load(dlse_ptr + head.row + offs_m, mask=mask_m, other=0.0)
-        w_m = tile.load(tokens_of(head, w), offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
-        note_norms(norms_ptr + pid, tl.num_programs(0), of_g, w_m, dlse)
     if lse_ptr is None:
         return
     base = tl.load(lse_ptr + head.row + offs_m, mask=mask_m, other=0.0)  # (BLOCK_M,)

@@ -28,9 +28,8 @@ LARGE_SCORE = tl.constexpr(2.0**20)  # which is no longer small from this score 
 @triton.jit
 def note_norms(norms_ptr, blocks, of_g, w, dlse):
     """Note the largest squares of |g| and |w| of a block of rows; a gradient of lse counts as a longer g."""
-    of_g, of_w = tl.max(of_g, 0), tl.max(tile.row_products(w, w), 0)
-    dlse = tl.max(tl.abs(dlse), 0)
-    longer = tl.sqrt(of_g) + 0.5 * dlse / tl.sqrt(tl.where(dlse > 0.0, of_w, 1.0))
+    of_w = tl.maximum(tl.max(tile.row_products(w, w), 0), 1.0)  # zeros would be infinitely shorter than dlse
+    longer = tl.sqrt(tl.max(of_g, 0)) + 0.5 * tl.max(tl.abs(dlse), 0) / tl.sqrt(of_w)
     tl.store(norms_ptr, longer * longer)
     tl.store(norms_ptr + blocks, of_w)
 
