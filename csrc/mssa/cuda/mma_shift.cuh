@@ -47,6 +47,7 @@ CRATE_DEVICE void put_norms(const Problem& call, const Head& head, int first) {
   const int lane = threadIdx.x % kWarp, row = first + lane / 4;
   const View<const T> w = head.view<const T>(call, call.inputs.w), dout = head.view<const T>(call, call.inputs.dout);
   float of_w[2] = {}, of_dout[2] = {}, most_w = 1.0f, most_dout = 0.0f, most_dlse = 0.0f;
+#pragma unroll 1
   for (int c = 2 * (lane % 4); c < call.access.head_dim; c += 8) {
     unroll<2>([&](int half) {
       const uint32_t a = channel_pair(call, head, w, row + 8 * half, c);
