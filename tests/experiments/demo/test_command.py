@@ -33,7 +33,7 @@ def demo(small, tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_the_demo_from_digits_to_report(demo, small):
+def test_the_demo_from_digits_to_report_which_other_settings_do_not_overwrite(demo, small):
     status, out, err, folder = demo()
     assert (status, err) == (0, "")
     assert "agrees with the naive one over 4 steps" in re.sub(r"\s+", " ", out)
@@ -69,6 +69,12 @@ def test_the_demo_from_digits_to_report(demo, small):
     after = whitebox.measure(model, small, CPU).summary()
     assert metrics["layers"]["after"]["coding_rate"] == pytest.approx(after["coding_rate"])
 
+    before = (folder / "checkpoint.safetensors").read_bytes()
+    status, _, err, _ = demo("--seed", "3")
+    assert status == 2
+    assert re.search(r"other settings \(seed 0, now 3\); --fresh starts anew, --output writes elsewhere", err)
+    assert (folder / "checkpoint.safetensors").read_bytes() == before
+
 
 @pytest.mark.exhaustive
 def test_a_finished_run_is_not_trained_again_unless_told(demo):
@@ -81,15 +87,6 @@ def test_a_finished_run_is_not_trained_again_unless_told(demo):
     assert status == 0
     assert "already trained" not in out
     assert json.loads((folder / "metrics.json").read_text())["training_seconds"] > 0
-
-
-def test_other_settings_do_not_overwrite_a_run(demo):
-    *_, folder = demo()
-    before = (folder / "checkpoint.safetensors").read_bytes()
-    status, _, err, _ = demo("--seed", "3")
-    assert status == 2
-    assert re.search(r"other settings \(seed 0, now 3\); --fresh starts anew, --output writes elsewhere", err)
-    assert (folder / "checkpoint.safetensors").read_bytes() == before
 
 
 def test_an_interrupted_demo_goes_on(demo, monkeypatch):
