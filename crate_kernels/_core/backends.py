@@ -242,7 +242,7 @@ def _usable_backends(op: str, device: torch.device, dtype: torch.dtype) -> list[
 def _hint(missing: str) -> None:
     """Log, once in a process, that a CPU could run the C++ kernels: a compiler and the sources are here."""
     if shutil.which("c++") is not None and libraries.source_folder() is not None:
-        chosen = "on this CPU, None is backend='composite', PyTorch's own operators"
+        chosen = "on this CPU, backend=None takes 'composite', PyTorch's own operators"
         logging.getLogger("crate_kernels").warning("crate_kernels: %s: %s", chosen, missing)
 
 

@@ -54,5 +54,6 @@ def run(command: list[str]) -> str:
     except OSError as error:
         raise BuildError(f"no C++ compiler: {error}; install one, or set CXX to it") from error
     if done.returncode != 0:
-        raise BuildError(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
+        failed = f"the C++ compiler failed with status {done.returncode}: {shlex.join(command)}"
+        raise BuildError(f"{failed}\n{done.stdout}{done.stderr}")
     return done.stdout + done.stderr

@@ -11,7 +11,7 @@ import crate_kernels
 from crate_kernels._core import backends
 
 SAID = (
-    "crate_kernels: on this CPU, None is backend='composite', PyTorch's own operators: "
+    "crate_kernels: on this CPU, backend=None takes 'composite', PyTorch's own operators: "
     "the C++ extension is not built (python -m crate_kernels build)"
 )
 MISSING = "the C++ extension is not built (python -m crate_kernels build)"

@@ -68,6 +68,12 @@ def test_a_cxx_that_names_no_compiler_is_refused(cxx, message, build):
     assert build(cxx) == (1, f"build: {message}\n")
 
 
+def test_a_compiler_that_fails_is_named(build):
+    status, said = build("false")
+    assert status == 1
+    assert said.startswith("build: the C++ compiler failed with status 1: false --version\n")
+
+
 def test_options_that_come_with_the_compiler_win(tmp_path, compiler, build):
     path, _ = compiler
     log = tmp_path / "commands"
