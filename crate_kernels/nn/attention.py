@@ -39,6 +39,7 @@ class MSSA(nn.Module):
         data_format: ``"channels_last"``: tokens (batch, seqlen, dim); ``"channels_first"``: feature maps (batch, dim,
             height, width), whose pixels are the tokens. Default ``"channels_last"``.
         backend: as in ``crate_kernels.mssa``; default None, the best available.
+        device, dtype: of the parameters, as in ``torch.nn.Linear``; default PyTorch's defaults.
     """
 
     _operator = staticmethod(mssa)  # sequence parallelism puts another in its place
@@ -60,11 +61,14 @@ class MSSA(nn.Module):
         causal: bool = False,
         data_format: str = "channels_last",
         backend: str | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         **unknown: NoReturn,
     ) -> None:
         if unknown:
             checks.no_keyword(MSSA.__init__, unknown)
         super().__init__()
+        factory = {"device": device, "dtype": dtype}
         self.dim = checks.integer("MSSA", "dim", dim, minimum=1)
         self.heads = checks.integer("MSSA", "heads", heads, minimum=1)
         self.dim_head = checks.integer("MSSA", "dim_head", dim_head, minimum=1)
@@ -77,7 +81,7 @@ class MSSA(nn.Module):
         self.data_format = _maps.check_format("MSSA", data_format)
         self.backend = checks.backend("MSSA", backend)
         inner = heads * dim_head
-        self.qkv = nn.Linear(dim, inner, bias=False)
+        self.qkv = nn.Linear(dim, inner, bias=False, **factory)
         self.dropout = nn.Dropout(checks.number("MSSA", "dropout", dropout, minimum=0.0, below=1.0))
         self.to_out: nn.Module
         if tied:
@@ -86,7 +90,7 @@ class MSSA(nn.Module):
             self.to_out = nn.Identity()
         else:
             bias = checks.flag("MSSA", "bias_out", bias_out)
-            self.to_out = nn.Sequential(nn.Linear(inner, dim, bias), nn.Dropout(dropout))
+            self.to_out = nn.Sequential(nn.Linear(inner, dim, bias, **factory), nn.Dropout(dropout))
 
     def new_cache(self, batch: int, max_seqlen: int) -> SubspaceCache:
         """Return an empty cache for ``batch`` sequences of up to ``max_seqlen`` tokens."""
@@ -198,6 +202,7 @@ class TSSA(nn.Module):
         data_format: ``"channels_last"``: tokens (batch, seqlen, dim); ``"channels_first"``: feature maps (batch, dim,
             height, width), whose pixels are the tokens. Default ``"channels_last"``.
         backend: as in ``crate_kernels.tssa``; default None, the best available.
+        device, dtype: of the parameters, as in ``torch.nn.Linear``; default PyTorch's defaults.
     """
 
     _operator = staticmethod(tssa)  # sequence parallelism puts another in its place
@@ -214,20 +219,23 @@ class TSSA(nn.Module):
         *,
         data_format: str = "channels_last",
         backend: str | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         **unknown: NoReturn,
     ) -> None:
         if unknown:
             checks.no_keyword(TSSA.__init__, unknown)
         super().__init__()
+        factory = {"device": device, "dtype": dtype}
         checks.multiple("TSSA", "dim", dim, "num_heads", num_heads)
         self.dim, self.heads = dim, num_heads
         self.data_format = _maps.check_format("TSSA", data_format)
         self.backend = checks.backend("TSSA", backend)
         self.attn_drop = nn.Dropout(checks.number("TSSA", "attn_drop", attn_drop, minimum=0.0, below=1.0))
-        self.qkv = nn.Linear(dim, dim, checks.flag("TSSA", "qkv_bias", qkv_bias))
-        self.temp = nn.Parameter(torch.ones(num_heads, 1))
+        self.qkv = nn.Linear(dim, dim, checks.flag("TSSA", "qkv_bias", qkv_bias), **factory)
+        self.temp = nn.Parameter(torch.ones(num_heads, 1, **factory))
         rate = checks.number("TSSA", "proj_drop", proj_drop, minimum=0.0, below=1.0)
-        self.to_out = nn.Sequential(nn.Linear(dim, dim), nn.Dropout(rate))
+        self.to_out = nn.Sequential(nn.Linear(dim, dim, **factory), nn.Dropout(rate))
 
     @checks.closed
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, **unknown: NoReturn) -> Tensor:

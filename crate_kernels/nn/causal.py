@@ -29,6 +29,7 @@ class CausalMSSA(nn.Module):
         dropout: rate on the attention probabilities and on the output; default 0.
         scale: factor of the scores; default ``(n_embd / n_head) ** -0.5``.
         backend: as in ``crate_kernels.mssa``; default None, the best available.
+        device, dtype: of the parameters, as in ``torch.nn.Linear``; default PyTorch's defaults.
     """
 
     _operator = staticmethod(mssa)  # sequence parallelism puts another in its place
@@ -43,17 +44,20 @@ class CausalMSSA(nn.Module):
         *,
         scale: float | None = None,
         backend: str | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         **unknown: NoReturn,
     ) -> None:
         if unknown:
             checks.no_keyword(CausalMSSA.__init__, unknown)
         super().__init__()
+        factory = {"device": device, "dtype": dtype}
         checks.multiple("CausalMSSA", "n_embd", n_embd, "n_head", n_head)
         self.n_embd, self.n_head = n_embd, n_head
         self.scale = None if scale is None else checks.number("CausalMSSA", "scale", scale)
         self.backend = checks.backend("CausalMSSA", backend)
-        self.c_attn = nn.Linear(n_embd, n_embd, bias=False)
-        self.c_proj = nn.Linear(n_embd, n_embd, checks.flag("CausalMSSA", "bias", bias))
+        self.c_attn = nn.Linear(n_embd, n_embd, bias=False, **factory)
+        self.c_proj = nn.Linear(n_embd, n_embd, checks.flag("CausalMSSA", "bias", bias), **factory)
         self.attn_dropout = nn.Dropout(checks.number("CausalMSSA", "dropout", dropout, minimum=0.0, below=1.0))
         self.resid_dropout = nn.Dropout(dropout)
 
@@ -122,6 +126,7 @@ class CausalTSSA(nn.Module):
         bias: give both projections a bias; default True, False in the published models.
         dropout: rate on ``1 / (1 + M)`` and on the output; default 0.
         backend: as in ``crate_kernels.tssa``; default None, the best available.
+        device, dtype: of the parameters, as in ``torch.nn.Linear``; default PyTorch's defaults.
     """
 
     _operator = staticmethod(tssa)  # sequence parallelism puts another in its place
@@ -136,21 +141,24 @@ class CausalTSSA(nn.Module):
         dropout: float = 0.0,
         *,
         backend: str | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         **unknown: NoReturn,
     ) -> None:
         if unknown:
             checks.no_keyword(CausalTSSA.__init__, unknown)
         super().__init__()
+        factory = {"device": device, "dtype": dtype}
         checks.multiple("CausalTSSA", "n_embd", n_embd, "n_head", n_head)
         self.n_embd, self.n_head = n_embd, n_head
         self.block_size = checks.integer("CausalTSSA", "block_size", block_size, minimum=1)
         self.backend = checks.backend("CausalTSSA", backend)
-        self.c_attn = nn.Linear(n_embd, n_embd, checks.flag("CausalTSSA", "bias", bias))
-        self.c_proj = nn.Linear(n_embd, n_embd, bias)
+        self.c_attn = nn.Linear(n_embd, n_embd, checks.flag("CausalTSSA", "bias", bias), **factory)
+        self.c_proj = nn.Linear(n_embd, n_embd, bias, **factory)
         self.attn_dropout = nn.Dropout(checks.number("CausalTSSA", "dropout", dropout, minimum=0.0, below=1.0))
         self.resid_dropout = nn.Dropout(dropout)
-        self.temp = nn.Parameter(torch.ones(n_head, 1))
-        self.denom_bias = nn.Parameter(torch.zeros(n_head, block_size, 1))
+        self.temp = nn.Parameter(torch.ones(n_head, 1, **factory))
+        self.denom_bias = nn.Parameter(torch.zeros(n_head, block_size, 1, **factory))
 
     def new_cache(self, batch: int, max_seqlen: int | None = None) -> TokenStatsCache:
         """Return an empty cache for ``batch`` sequences; ``max_seqlen`` is ignored: the cache has a constant size."""

@@ -23,7 +23,9 @@ def _names(owner: str, learned: Iterable[str]) -> tuple[str, ...]:
     return tuple(learned)
 
 
-def _terms(module: Any, owner: str, width: int, learned: Iterable[str], per_channel: bool, **numbers: Any) -> None:
+def _terms(
+    module: Any, owner: str, width: int, learned: Iterable[str], per_channel: bool, factory: dict, **numbers: Any
+) -> None:
     """Give a module its step size, threshold and bias: parameters if learned, of one number or of the width."""
     learned = _names(owner, learned)
     unknown = [name for name in learned if name not in _LEARNED]
@@ -33,9 +35,10 @@ def _terms(module: Any, owner: str, width: int, learned: Iterable[str], per_chan
     if shape and not learned:
         raise ValueError(f"{owner}: learned must name a parameter with per_channel=True, got none")
     for name, value in {**numbers, "bias": 0.0}.items():
-        number = checks.number(owner, name, value)
+        number = checks.number(owner, name, value, minimum=None if name in learned else 0.0)
         if name in learned:
-            module.register_parameter(name, nn.Parameter(torch.full(shape, number)))
+            parameter = torch.empty(shape, **factory).fill_(number)
+            module.register_parameter(name, nn.Parameter(parameter))
         else:
             setattr(module, name, None if name == "bias" else number)
 
@@ -77,6 +80,7 @@ class ISTA(nn.Module):
         data_format: ``"channels_last"``: tokens (..., dim); ``"channels_first"``: feature maps (batch, dim,
             height, width), whose pixels are the tokens. Default ``"channels_last"``.
         backend: as in ``crate_kernels.ista``; default None, the best available.
+        device, dtype: of the parameters, as in ``torch.nn.Linear``; default PyTorch's defaults.
     """
 
     step_size: float | Tensor
@@ -96,11 +100,14 @@ class ISTA(nn.Module):
         per_channel: bool = False,
         data_format: str = "channels_last",
         backend: str | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         **unknown: NoReturn,
     ) -> None:
         if unknown:
             checks.no_keyword(ISTA.__init__, unknown)
         super().__init__()
+        factory = {"device": device, "dtype": dtype}
         if prox not in ("nonnegative", "soft", "mm"):
             raise ValueError(f"ISTA: prox must be 'nonnegative', 'soft' or 'mm', got {prox!r}")
         if checks.number("ISTA", "alpha", alpha) <= 0:
@@ -113,8 +120,8 @@ class ISTA(nn.Module):
         learned = _names("ISTA", learned)
         if prox == "mm" and "step_size" in learned:
             raise ValueError("ISTA: learned must not have 'step_size' with prox='mm', which has no step size")
-        _terms(self, "ISTA", dim, learned, per_channel, step_size=step_size, lambd=lambd)
-        self.weight = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, dim)))
+        _terms(self, "ISTA", dim, learned, per_channel, factory, step_size=step_size, lambd=lambd)
+        self.weight = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, dim, **factory)))
 
     @checks.closed
     def forward(self, x: Tensor, **unknown: NoReturn) -> Tensor:
@@ -164,6 +171,7 @@ class OvercompleteISTA(nn.Module):
         data_format: ``"channels_last"``: tokens (..., dim); ``"channels_first"``: feature maps (batch, dim,
             height, width), whose pixels are the tokens. Default ``"channels_last"``.
         backend: as in ``crate_kernels.ista_overcomplete``; default None, the best available.
+        device, dtype: of the parameters, as in ``torch.nn.Linear``; default PyTorch's defaults.
     """
 
     step_size: float | Tensor
@@ -184,23 +192,26 @@ class OvercompleteISTA(nn.Module):
         per_channel: bool = False,
         data_format: str = "channels_last",
         backend: str | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         **unknown: NoReturn,
     ) -> None:
         if unknown:
             checks.no_keyword(OvercompleteISTA.__init__, unknown)
         super().__init__()
+        factory = {"device": device, "dtype": dtype}
         checks.integer("OvercompleteISTA", "dim", dim, minimum=1)
         atoms = checks.integer("OvercompleteISTA", "hidden", 4 * dim if hidden is None else hidden, minimum=1)
         self.steps = checks.integer("OvercompleteISTA", "steps", steps, minimum=1)
-        _terms(self, "OvercompleteISTA", atoms, learned, per_channel, step_size=step_size, lambd=lambd)
+        _terms(self, "OvercompleteISTA", atoms, learned, per_channel, factory, step_size=step_size, lambd=lambd)
         self.data_format = _maps.check_format("OvercompleteISTA", data_format)
         self.backend = checks.backend("OvercompleteISTA", backend)
-        self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, atoms)))
+        self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, atoms, **factory)))
         self.D1: nn.Parameter | None
         if checks.flag("OvercompleteISTA", "tied", tied):
             self.register_parameter("D1", None)
         else:
-            self.D1 = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, atoms)))
+            self.D1 = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(dim, atoms, **factory)))
 
     @checks.closed
     def forward(self, x: Tensor, **unknown: NoReturn) -> Tensor:

@@ -42,6 +42,12 @@ BAD = {
     "ista-prox": (lambda: ISTA(8, prox="hard"), ValueError, "ISTA: prox must be 'nonnegative', 'soft' or 'mm', got"),
     "ista-alpha": (lambda: ISTA(8, prox="mm", alpha=0.0), ValueError, "ISTA: alpha must be > 0, got 0.0"),
     "ista-step": (lambda: ISTA(8, step_size=torch.ones(())), TypeError, "ISTA: step_size must be a number, got a"),
+    "ista-negative": (lambda: ISTA(8, lambd=-1), ValueError, "ISTA: lambd must be >= 0.0, got -1.0"),
+    "overcomplete-negative": (
+        lambda: OvercompleteISTA(8, step_size=-0.1),
+        ValueError,
+        "OvercompleteISTA: step_size must be >= 0.0, got -0.1",
+    ),
     "ista-width": (lambda: ISTA(8)(torch.ones(1, 9)), ValueError, "ista: x must be"),
     "overcomplete-steps": (lambda: OvercompleteISTA(8, steps=0), ValueError, "OvercompleteISTA: steps must be >= 1"),
     "overcomplete-hidden": (lambda: OvercompleteISTA(8, 0), ValueError, "OvercompleteISTA: hidden must be >= 1"),

@@ -78,6 +78,22 @@ SHAPES = {
 }
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_parameters_are_made_where_and_as_asked(name):
+    """As torch.nn.Linear's: no copy on another device first."""
+    options = (
+        {"learned": ("step_size", "lambd", "bias"), "per_channel": True} if name in ("ista", "overcomplete") else {}
+    )
+    module = MODULES[name](device="meta", dtype=torch.bfloat16, **options)
+    assert {(one.device.type, one.dtype) for one in module.parameters()} == {("meta", torch.bfloat16)}
+    half, default = MODULES[name](dtype=torch.float16, **options), MODULES[name](**options)
+    assert {(one.device.type, one.dtype) for one in half.parameters()} == {("cpu", torch.float16)}
+    assert [(n, one.shape) for n, one in half.named_parameters()] == [
+        (n, one.shape) for n, one in default.named_parameters()
+    ]
+    assert {one.dtype for one in default.parameters()} == {torch.float32}
+
+
 @pytest.mark.parametrize(("make", "shapes"), SHAPES.values(), ids=SHAPES)
 def test_parameters(make, shapes):
     assert {name: tuple(value.shape) for name, value in make().state_dict().items()} == shapes
