@@ -88,8 +88,8 @@ __global__ void __launch_bounds__(256, 1) tssa_full_bwd_chunk_kernel(TssaBackwar
   const int64_t channels = static_cast<int64_t>(s.index) * p.width;
   const float *const energies = b.energy + channels, *const moments = b.moment + channels;
   float* const scratch = reinterpret_cast<float*>(shared_memory());
-  float *const by_channel = scratch + tssa_scratch(p, blockDim.x) / sizeof(float), *const by_head =
-                                                                                       by_channel + p.width;
+  float* const by_channel = scratch + tssa_scratch(p, blockDim.x) / sizeof(float);
+  float* const by_head = by_channel + p.width;
   const auto moment_of = [&](int h, int d) { return moments[h * p.head_dim + d]; };
   const auto gate_of = [&](int h, int d) { return channel_gate(p, moment_of(h, d), s.index, h, d); };
   const auto dmoment_of = [&](int h, int d, float gate) {

@@ -84,10 +84,8 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) tssa_causal_bwd_walkin
                *const groups = memory + Shared::kGroups, *const dlogit = memory + at.dlogit,
                *const dmass = memory + at.dmass, *const key_weights = memory + at.key_weights,
                *const by_vector = memory + at.rows;
-  double *const carried_slopes = reinterpret_cast<double*>(memory + Shared::kSlopes), *const carried_energies =
-                                                                                          reinterpret_cast<double*>(
-                                                                                              memory +
-                                                                                              Shared::kEnergies);
+  double* const carried_slopes = reinterpret_cast<double*>(memory + Shared::kSlopes);
+  double* const carried_energies = reinterpret_cast<double*>(memory + Shared::kEnergies);
   const TssaVectorOf<S> v;
   const TssaLayout<S> w_layout(b.w, p.chunk_size), dout_layout(b.dout, p.chunk_size);
   const TssaWalkingBackFetch<S> fetch = {b, w_layout, dout_layout, shared_address(memory), at};

@@ -65,9 +65,8 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_causal_fwd_walkin
   float *const first = memory + Shared::kFirst, *const second = memory + Shared::kSecond,
                *const first_key = memory + Shared::kFacts, *const members = memory + at.members,
                *const key_weights = memory + at.key_weights, *const scratch = memory + at.scratch;
-  double *const energies = reinterpret_cast<double*>(memory + Shared::kEnergies), *const moments =
-                                                                                      reinterpret_cast<double*>(
-                                                                                          memory + Shared::kMoments);
+  double* const energies = reinterpret_cast<double*>(memory + Shared::kEnergies);
+  double* const moments = reinterpret_cast<double*>(memory + Shared::kMoments);
   const TssaVectorOf<S> v;
   const TssaLayout<S> layout(f.w, p.chunk_size);
   const TssaWalkingFetch<S> fetch = {f, layout, shared_address(memory), at.size};
