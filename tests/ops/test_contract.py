@@ -146,10 +146,11 @@ DYNAMIC = {
     **{f"{op}-{backend}": of_any_length(op, backend) for op, found in ANY_LENGTH.items() for backend in found},
 }
 BESIDE = {f"{op}-{b}" for op, found in ANY_LENGTH.items() for b in found if beside(op.partition("-")[0], b)}
+SYMBOLS = {f"{op}-{name}" for op in ("mssa", "tssa", "ista") for name in ("plain", *KERNELS)} - BESIDE
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.exhaustive if n.endswith("composite") else VARIATION) for n in DYNAMIC]
+    "name", [pytest.param(n, marks=VARIATION if n in SYMBOLS else pytest.mark.exhaustive) for n in DYNAMIC]
 )
 def test_compiles_with_every_size_a_symbol(name):
     compiled = torch.compile(DYNAMIC[name], fullgraph=True, dynamic=True, backend="aot_eager")

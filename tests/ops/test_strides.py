@@ -123,14 +123,21 @@ def described(result):
     ]
 
 
+def inputs_for(backend, found):
+    """Yield inputs of a backend, and marks: a call takes seconds in the interpreter, and fakes are of no backend."""
+    for place, inputs in enumerate(INPUTS):
+        if inputs in ("transposed", "no-batch") or not interpreted(backend, home(backend)):
+            beside = backend == found[0] and len(found) > 1
+            yield inputs, pytest.mark.exhaustive if beside and place % 2 else ()
+
+
 @pytest.mark.parametrize(
     ("name", "backend", "shape", "lay"),
     [
-        pytest.param(name, backend, *INPUTS[inputs], id=f"{name}-{backend}-{inputs}")
+        pytest.param(name, backend, *INPUTS[inputs], id=f"{name}-{backend}-{inputs}", marks=marks)
         for name, (_, found) in CALLS.items()
         for backend in found
-        # A call takes seconds in the interpreter.
-        for inputs in (("transposed", "no-batch") if interpreted(backend, home(backend)) else INPUTS)
+        for inputs, marks in inputs_for(backend, found)
     ],
 )
 def test_outputs_are_as_their_fakes_say(name, backend, shape, lay):

@@ -51,6 +51,7 @@ def mask_and_options(options, batch, seqlen):
     return {"key_padding_mask": mask, **options}
 
 
+@pytest.mark.turns
 @DTYPES
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_within_budget(case, dtype, backend):

@@ -53,6 +53,7 @@ def plain(library):
         yield name
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [*CASES, *SHAPES], ids=str)
 def test_within_budget(plain, case, dtype):

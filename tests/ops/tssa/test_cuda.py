@@ -20,6 +20,7 @@ from tests.ops.tssa.sums import (
 )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", testing.cases("tssa"), ids=str)
 def test_within_budget(case, dtype, backend):
@@ -40,6 +41,7 @@ def cases(causal):
         yield testing.Case("tssa", f"{form}-ways-{special}", (1, 3, 77, 32), options, special=special)
 
 
+@pytest.mark.turns
 @WAYS
 @pytest.mark.parametrize("dtype", DTYPES[:2])  # fp16 takes bf16's kernels, and test_within_budget
 @pytest.mark.parametrize("number", range(11))
