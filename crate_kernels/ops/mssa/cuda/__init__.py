@@ -11,4 +11,4 @@ def kernels() -> list[Kernel]:
 
 def hopper_kernels() -> list[Kernel]:
     """List every kernel that calls launch on GPUs of sm_90a alone; of whole heads, those of published sizes."""
-    return [*heads.kernels(), *long_rows.kernels(), *long_pairs.kernels()]
+    return [*heads.kernels(), *long_rows.kernels(), *long_pairs.kernels(), *tensor_cores.left_kernels()]

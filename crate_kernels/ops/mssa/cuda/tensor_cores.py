@@ -74,6 +74,12 @@ def kernels() -> list[Kernel]:
     ]
 
 
+def left_kernels() -> list[Kernel]:
+    """List the kernels for what those of sm_90a leave, whose heads have at most 128 channels."""
+    every = (forward_kernel, backward_kernel, _shift_kernel)
+    return [_of_left(kernel(dtype, dim)) for kernel in every for dtype in TYPES for dim in _FORWARD if dim <= 128]
+
+
 def _class_of(head_dim: int) -> int:
     return next(dim for dim in _FORWARD if head_dim <= dim)
 
