@@ -191,24 +191,27 @@ class Refused(Exception):
     """A kernel does not support a shape. Raised before any write; the message says what is supported."""
 
 
-def are_planned(name: str, of: Tensor) -> bool:
-    """Return whether plans may serve calls of the op's ``backend`` argument ``name``, on tensors like ``of``."""
+def are_planned(name: str, first: Tensor) -> bool:
+    """Return whether plans may serve calls of the op's ``backend`` argument ``name`` on a ``first`` tensor."""
     return _is_auto(name) or _BACKENDS[name].planned
 
 
-def are_planned_on_gpus(name: str, of: Tensor) -> bool:
+def are_planned_on_gpus(name: str, first: Tensor) -> bool:
     """Return the same for an op whose options change from call to call on a CPU."""
-    return are_planned(name, of) and (of.is_cuda or name == "triton")
+    return are_planned(name, first) and (first.is_cuda or name == "triton")
 
 
 def _is_auto(name: str) -> bool:
     return name.partition(":")[0] == AUTO
 
 
-def to_op_arg(name: str, requested: str | None, taken: str | None = None) -> str:
-    """Return the op's ``backend`` argument for a request that was resolved to ``name``; ``taken`` was the fastest."""
-    if taken is not None:
-        return f"{AUTO}:{taken}"
+def to_op_arg(name: str, requested: str | None, fastest: str | None = None) -> str:
+    """Return the op's ``backend`` argument for a request that was resolved to ``name``.
+
+    ``fastest`` is the backend that was measured to be the fastest for such calls, None where none was.
+    """
+    if fastest is not None:
+        return f"{AUTO}:{fastest}"
     return AUTO if requested is None and name != "composite" else name
 
 

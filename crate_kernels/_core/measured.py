@@ -48,20 +48,22 @@ def read(gpu: str) -> Table:
     return found
 
 
-def table(of: Tensor) -> Table:
+def table(tensor: Tensor) -> Table:
     """Return the table of the GPU that holds a plain tensor; an empty one for anything else."""
-    if type(of) is not Tensor and type(of) is not torch.nn.Parameter:
+    if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
         return {}
-    number = of.get_device()  # a device itself takes three times as long to look up
+    number = tensor.get_device()  # a device itself takes three times as long to look up
     found = _tables.get(number)
     if found is None:
-        found = read(gpu_name(of.device))
-        if of.device.type in ("cuda", "cpu"):  # another kind of device counts from 0 too
+        found = read(gpu_name(tensor.device))
+        if tensor.device.type in ("cuda", "cpu"):  # another kind of device counts from 0 too
             _tables[number] = found
     return found
 
 
-def taken(op: str, sizes: tuple[int, ...], length: int, causal: bool, inputs: tuple[Tensor | None, ...]) -> str | None:
+def fastest(
+    op: str, sizes: tuple[int, ...], length: int, causal: bool, inputs: tuple[Tensor | None, ...]
+) -> str | None:
     """Return the backend that was the fastest for calls of this class; None for the usual one.
 
     Args:
@@ -71,10 +73,10 @@ def taken(op: str, sizes: tuple[int, ...], length: int, causal: bool, inputs: tu
         causal: whether the call is causal.
         inputs: what may have a gradient; the first has the dtype.
     """
-    of = inputs[0]
-    assert of is not None
-    found = table(of).get((op, of.dtype, sizes, bucket(length), causal))
-    if found is None or operator.autocast_dtype(of) not in (None, of.dtype):
+    first = inputs[0]
+    assert first is not None
+    found = table(first).get((op, first.dtype, sizes, bucket(length), causal))
+    if found is None or operator.autocast_dtype(first) not in (None, first.dtype):
         return None
     if torch._C._are_functorch_transforms_active():  # what they make of a call was not timed
         return None

@@ -23,8 +23,8 @@ def table(tmp_path):
         yield
 
 
-def taken(op="mssa", sizes=(16,), length=64, causal=True, dtype=torch.bfloat16, tracked=True):
-    return measured.taken(op, sizes, length, causal, (torch.ones(2, dtype=dtype, requires_grad=tracked),))
+def fastest(op="mssa", sizes=(16,), length=64, causal=True, dtype=torch.bfloat16, tracked=True):
+    return measured.fastest(op, sizes, length, causal, (torch.ones(2, dtype=dtype, requires_grad=tracked),))
 
 
 CALLS = {
@@ -43,24 +43,24 @@ CALLS = {
 
 @pytest.mark.parametrize(("call", "expected"), CALLS.values(), ids=CALLS)
 def test_a_call_takes_what_its_class_has(call, expected, table):
-    assert taken(**call) == expected
+    assert fastest(**call) == expected
 
 
 def test_without_gradients_it_is_forward_alone(table):
     with torch.no_grad():
-        assert taken() == "cpp"
+        assert fastest() == "cpp"
 
 
 def test_a_call_that_autocast_changes_is_of_no_class(table):
     with torch.autocast("cpu", dtype=torch.float16):
-        assert taken() is None
+        assert fastest() is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert taken() == "composite"
+        assert fastest() == "composite"
 
 
 def test_what_a_transform_makes_of_a_call_is_of_no_class(table):
     seen = []
-    torch.func.grad(lambda x: (seen.append(taken()), x.sum())[1])(torch.ones(2))
+    torch.func.grad(lambda x: (seen.append(fastest()), x.sum())[1])(torch.ones(2))
     assert seen == [None]
 
 
@@ -68,7 +68,7 @@ def test_a_device_that_was_not_timed_has_an_empty_table(monkeypatch):
     assert measured.table(torch.ones(2)) == {}
     with timed_gpu.named("NVIDIA GeForce None"):
         assert measured.table(torch.ones(2)) == {}
-        assert taken() is None
+        assert fastest() is None
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA None")
     assert [measured.gpu_name(torch.device(*d)) for d in (("cuda", 0), ("cuda", 1), ("cuda",), ("cpu",))] == [
@@ -124,7 +124,7 @@ def test_an_h200_takes_cudnn_where_that_was_faster(call, expected):
     causal, tracked, seqlen, head_dim = call
     w = torch.empty(1, dtype=torch.bfloat16).expand(1, 1, seqlen, head_dim).requires_grad_(tracked)
     with timed_gpu.named("NVIDIA H200"):
-        assert order.taken(w, causal) == expected
+        assert order.fastest(w, causal) == expected
 
 
 @pytest.fixture(params=["deterministic", "no-cudnn"])
@@ -141,7 +141,7 @@ def excluded(request):
 def test_cudnn_is_not_taken_where_the_user_excludes_it(excluded):
     w = torch.empty(1, dtype=torch.bfloat16).expand(1, 1, 16384, 128).requires_grad_()
     with timed_gpu.named("NVIDIA H200"):
-        assert order.taken(w, True) is None
+        assert order.fastest(w, True) is None
 
 
 def test_a_wheel_has_the_tables():

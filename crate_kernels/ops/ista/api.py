@@ -58,12 +58,12 @@ def ista(
     """
     if unknown:
         checks.no_keyword(ista, unknown)
-    key = taken = None
+    key = fastest = None
     if bias is None and may_repeat(x):
         options = step_size, lambd, nonnegative, backend
-        taken = None if backend is not None else _taken("ista", x, weight)
+        fastest = None if backend is not None else _fastest("ista", x, weight)
         compute = _compute_dtype(x) if operator.autocast_is_on() else x.dtype
-        key = (x.dtype, compute, taken, *options, *map(type, options))  # types, for True is 1
+        key = (x.dtype, compute, fastest, *options, *map(type, options))  # types, for True is 1
         if (found := op.shortcuts.repeat(key, x, weight)) is not None:
             return found
     weight = _dictionary("ista", x, weight, "(dim, dim)")
@@ -83,7 +83,7 @@ def ista(
     if name == "reference":
         return reference.forward(*_promote(x, weight), call).to(x.dtype)
     checks.transforms("ista", name, x, weight)
-    named = backends.to_op_arg(name, backend, taken)
+    named = backends.to_op_arg(name, backend, fastest)
     y = op.ista(x, weight, call, named)
     if key is not None:
         op.shortcuts.remember(key, (x, weight), call, named)
@@ -130,7 +130,7 @@ def ista_overcomplete(
     """
     if unknown:
         checks.no_keyword(ista_overcomplete, unknown)
-    key = taken = operand = None
+    key = fastest = operand = None
     keep = False
     if (
         bias is None
@@ -139,11 +139,11 @@ def ista_overcomplete(
         and (decoder is None or isinstance(decoder, Tensor))
     ):
         options = step_size, lambd, steps, backend
-        taken = None if backend is not None else _taken("ista_overcomplete", x, weight, decoder)
+        fastest = None if backend is not None else _fastest("ista_overcomplete", x, weight, decoder)
         operand, keep = _operand(x), autograd.needs_grad(x, weight, decoder)
         # A half dictionary beside other tokens is taken as float32.
         kind = x.dtype, operand.dtype, weight.dtype, decoder is None, keep
-        key = (*kind, taken, *options, *map(type, options))  # types, for True is 1
+        key = (*kind, fastest, *options, *map(type, options))  # types, for True is 1
         if (found := op.overcomplete_shortcuts.repeat(key, operand, weight, decoder)) is not None:
             return found.to(x.dtype)
     dictionary = _dictionary("ista_overcomplete", x, weight, "(dim, hidden)")
@@ -166,19 +166,19 @@ def ista_overcomplete(
     if name == "reference":
         return reference.forward_overcomplete(*_promote(x, dictionary), decoder, call).to(x.dtype)
     checks.transforms("ista_overcomplete", name, x, dictionary, decoder)
-    operand, named = _operand(x) if operand is None else operand, backends.to_op_arg(name, backend, taken)
+    operand, named = _operand(x) if operand is None else operand, backends.to_op_arg(name, backend, fastest)
     out = op.ista_overcomplete(operand, dictionary, decoder, call, named)
     if key is not None and dictionary is weight:
         op.overcomplete_shortcuts.remember(key, (operand, weight, decoder), call, named, 1, keep)
     return out.to(x.dtype)
 
 
-def _taken(name: str, x: Tensor, weight: Tensor, decoder: Tensor | None = None) -> str | None:
+def _fastest(name: str, x: Tensor, weight: Tensor, decoder: Tensor | None = None) -> str | None:
     """Return the backend that was measured to be the fastest for a call; None for the usual one."""
     if not measured.table(x) or not isinstance(weight, Tensor) or weight.is_nested or not x.shape[-1]:
         return None
     sizes = tuple(dict.fromkeys((x.shape[-1], *weight.shape)))
-    return measured.taken(name, sizes, x.numel() // x.shape[-1], False, (x, weight, decoder))
+    return measured.fastest(name, sizes, x.numel() // x.shape[-1], False, (x, weight, decoder))
 
 
 def _dictionary(name: str, x: Tensor, weight: Tensor, layout: str) -> Tensor:

@@ -124,14 +124,14 @@ def mssa(
             w = _cast_by_autocast(w)
         if (result := repeat(w, cache, options)) is not None:
             return result
-        key, taken = None, None
+        key, fastest = None, None
     else:
         key = _key(w, options)
         if key is not None and operator.autocast_is_on():
             w = _cast_by_autocast(w)
-        taken = None if key is None or backend is not None or not measured.table(w) else _taken(w, options)
-        if taken is not None:
-            key = None if taken == "composite" else (*key, taken)  # pyright: ignore
+        fastest = None if key is None or backend is not None or not measured.table(w) else _fastest(w, options)
+        if fastest is not None:
+            key = None if fastest == "composite" else (*key, fastest)  # pyright: ignore
         if key is not None:
             seed = op.shortcuts.draw_seed(key, w) if dropout_p else None
             if (found := op.shortcuts.repeat(key, w, key_padding_mask, cu_seqlens, seed)) is not None:
@@ -161,7 +161,7 @@ def mssa(
     elif key_padding_mask is not None:
         checks.padding_mask("mssa", key_padding_mask, w)
     w = _cast_by_autocast(w)
-    name = "composite" if taken == "composite" else _choose_backend(w, phi, backend)
+    name = "composite" if fastest == "composite" else _choose_backend(w, phi, backend)
     if name != "reference":
         checks.transforms("mssa", name, w)
     if cache is not None:
@@ -188,7 +188,7 @@ def mssa(
         out, lse = reference.forward(w, call, plain)
         lse = lse.float() if lse.dtype in (torch.float16, torch.bfloat16) else lse
     else:
-        named = backends.to_op_arg(name, backend, taken)
+        named = backends.to_op_arg(name, backend, fastest)
         out, lse = op.mssa(w, call, named)
         if key is not None:
             op.shortcuts.remember(key, (w,), call, named, results=2 if return_lse else 1)
@@ -211,12 +211,12 @@ def _key(w: Tensor, options: tuple) -> tuple | None:
     return (*key, *numbers, *map(type, numbers), *of_backend)  # types, for True is 1 and is no scale
 
 
-def _taken(w: Tensor, options: tuple) -> str | None:
+def _fastest(w: Tensor, options: tuple) -> str | None:
     """Return the backend that was measured to be the fastest for these options; None for the usual one."""
     causal, _, dropout_p, phi, threshold, mask, cu_seqlens, _, return_lse, _ = options
     timed = type(causal) is bool and type(phi) is str and phi == "softmax" and return_lse is False
-    given = dropout_p or [option for option in (threshold, mask, cu_seqlens) if option is not None]
-    return order.taken(w, causal) if timed and not given and w.dim() == 4 else None
+    others = dropout_p or [option for option in (threshold, mask, cu_seqlens) if option is not None]
+    return order.fastest(w, causal) if timed and not others and w.dim() == 4 else None
 
 
 def _cast_by_autocast(w: Tensor) -> Tensor:

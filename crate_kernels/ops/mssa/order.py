@@ -36,12 +36,12 @@ def backward(
     return backends.prefer("cpp", names) if wide and launch.arch(w.device) == "sm_80" else names
 
 
-def taken(w: Tensor, causal: bool) -> str | None:
+def fastest(w: Tensor, causal: bool) -> str | None:
     """Return the backend that was measured to be the fastest for a call without masks; None for the usual one.
 
     Of PyTorch's attention, cuDNN's was timed. It adds in any order, and PyTorch leaves it out where a user wants none.
     """
-    found = measured.taken("mssa", (w.shape[-1],), w.shape[-2], causal, (w,))
+    found = measured.fastest("mssa", (w.shape[-1],), w.shape[-2], causal, (w,))
     if found != "composite":
         return found
     timed = torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()

@@ -104,7 +104,7 @@ def tssa(
     """
     if unknown:
         checks.no_keyword(tssa, unknown)
-    key = taken = seed = step = None
+    key = fastest = seed = step = None
     if cache is not None:
         if key_padding_mask is None:
             step = causal, dropout_p, cu_seqlens, max_seqlen, return_membership, backend
@@ -115,8 +115,8 @@ def tssa(
         key = _key(w, options, key_padding_mask, cu_seqlens)
         if key is not None and backend is None and measured.table(w):
             plain = key_padding_mask is None and cu_seqlens is None and return_membership is False and not dropout_p
-            taken = _taken(w, temp, denom_bias, causal) if plain else None
-            key = (*key, taken)
+            fastest = _fastest(w, temp, denom_bias, causal) if plain else None
+            key = (*key, fastest)
         if key is not None:
             known = op.causal_shortcuts if causal is True else op.shortcuts
             seed = known.draw_seed(key, w) if dropout_p else None
@@ -147,7 +147,7 @@ def tssa(
         seqlen = max_seqlen if packed else w.shape[2] + (cache._bound if cache is not None else 0)
         denom_bias = _denom_bias(denom_bias, w, nheads, seqlen, cut=cache is None)  # pyright: ignore
     name = backends.resolve("tssa", backend, w.device, w.dtype)
-    named = backends.to_op_arg(name, backend, taken)
+    named = backends.to_op_arg(name, backend, fastest)
     if name != "reference":
         checks.transforms("tssa", name, w, temp, denom_bias)
     if cache is not None:
@@ -218,12 +218,12 @@ def _repeat(key: tuple, w: Tensor, temp: Tensor, denom_bias: Tensor | None, opti
     return op.causal_shortcuts.repeat(key, w, temp, denom_bias, *options)
 
 
-def _taken(w: Tensor, temp: Tensor, denom_bias: Tensor | None, causal: bool) -> str | None:
+def _fastest(w: Tensor, temp: Tensor, denom_bias: Tensor | None, causal: bool) -> str | None:
     """Return the backend that was measured to be the fastest for a call without masks; None for the usual one."""
     if type(causal) is not bool or w.dim() != 4 or not isinstance(temp, Tensor):
         return None
     inputs = (w, temp, denom_bias if isinstance(denom_bias, Tensor) else None)
-    return measured.taken("tssa", (w.shape[-1],), w.shape[-2], causal, inputs)
+    return measured.fastest("tssa", (w.shape[-1],), w.shape[-2], causal, inputs)
 
 
 def _per_head(name: str, value: Tensor, w: Tensor, nheads: int) -> Tensor:
