@@ -207,6 +207,7 @@ def test_dropped_tokens_are_never_read(backend, device, drop, new, left):
     assert all(r.isfinite().all() for r in results[1][2:])
 
 
+@TURNS
 @EACH
 @INTERPRETED
 @pytest.mark.parametrize("held", [torch.nan, torch.inf, 3e38])
@@ -290,6 +291,7 @@ def test_a_clone_is_independent(op, backend, device, ragged):
     torch.testing.assert_close(attend(op, w[:, :, 4:6], backend, cache), expected, rtol=0, atol=0)
 
 
+@TURNS
 @EACH
 @pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
 @pytest.mark.parametrize("way", ["direct", "dispatched", "compiled"])

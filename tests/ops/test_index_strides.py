@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from crate_kernels import ista, ista_overcomplete, mssa, tssa
-from tests.ops.common import backends, offsets, outputs_and_gradients, padding, randn
+from tests.ops.common import TURNS, backends, offsets, outputs_and_gradients, padding, randn
 from tests.ops.decoding import attend, calls, contents, new_cache, tokens
 
 BATCH, HEADS, SEQLEN, HEAD_DIM = 3, 3, 12, 8
@@ -25,6 +25,7 @@ STRIDED = pytest.mark.parametrize("lay", STRIDES.values(), ids=STRIDES)
 EACH = pytest.mark.parametrize(("op", "backend", "device"), calls(reference=True))
 
 
+@TURNS
 @STRIDED
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("packed", [False, True], ids=["mask", "offsets"])
@@ -47,6 +48,7 @@ def large_bytes(mask):
     return (mask.to(torch.uint8) * 255).view(torch.bool)
 
 
+@TURNS
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("keep", ["right", "scattered"])
 @pytest.mark.parametrize(
@@ -72,6 +74,7 @@ def test_any_byte_of_a_mask_but_zero_keeps_a_new_token(op, backend, device):
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+@TURNS
 @STRIDED
 @EACH
 @pytest.mark.parametrize("blocks", [[1, 1], [7, 5], [9, 3]], ids=["steps", "blocks", "long-blocks"])

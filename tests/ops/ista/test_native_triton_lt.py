@@ -10,7 +10,7 @@ from crate_kernels._native import extension
 from crate_kernels._triton.table import forced
 from crate_kernels.ops.ista import lt
 from crate_kernels.ops.ista.triton import tables
-from tests.ops.common import randn
+from tests.ops.common import TURNS, randn
 from tests.ops.ista.test_triton import TRITON
 from tests.tools import lt as standin
 
@@ -28,6 +28,7 @@ def product(left, right, **epilogue):
     return product.product(left, right, product.Epilogue(**epilogue))
 
 
+@TURNS
 @HALVES
 @pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])

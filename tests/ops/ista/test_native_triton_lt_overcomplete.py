@@ -10,7 +10,7 @@ from crate_kernels.cli.tune import judge
 from crate_kernels.ops.ista import call as ista_call
 from crate_kernels.ops.ista.triton import tables
 from tests.gpu import smoke
-from tests.ops.common import over_budget, randn
+from tests.ops.common import TURNS, over_budget, randn
 from tests.ops.ista.test_native_triton_lt import HALF, HALVES, pytestmark  # noqa: F401  # of this module too
 from tests.tools import lt as standin
 
@@ -30,6 +30,7 @@ def case(name, **options):
 STEPS = {1: (2, 1, 2), 2: (5, 2, 4), 3: (8, 3, 4)}
 
 
+@TURNS
 @HALVES
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("dictionary", ["tied", "decoder"])

@@ -7,7 +7,7 @@ import torch
 
 from crate_kernels import ista, ista_overcomplete, testing
 from crate_kernels._core import backends as _backend
-from tests.ops.common import EXACT, backends, cases_by_dtype, outputs_and_gradients, over_budget, randn
+from tests.ops.common import EXACT, TURNS, backends, cases_by_dtype, outputs_and_gradients, over_budget, randn
 from tests.ops.ista.inputs import DIM, dictionary
 from tests.ops.ista.naive import ista_loop, ista_overcomplete_loop
 
@@ -182,6 +182,7 @@ THRESHOLDS = {
 }
 
 
+@TURNS
 @pytest.mark.parametrize("form", ["relu", "two-sided", "overcomplete"])
 @pytest.mark.parametrize(("step_size", "lambd"), THRESHOLDS.values(), ids=THRESHOLDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["fp16", "bf16", "fp32"])

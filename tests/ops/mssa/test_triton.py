@@ -10,7 +10,7 @@ from crate_kernels import SubspaceCache, mssa, testing
 from crate_kernels._core import checks, philox
 from crate_kernels._triton import launch
 from crate_kernels._triton.table import forced
-from tests.ops.common import DTYPES, home, kernels, over_budget, randn
+from tests.ops.common import DTYPES, TURNS, home, kernels, over_budget, randn
 
 if "triton" not in kernels("mssa"):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
@@ -160,6 +160,7 @@ TILINGS = [
 ]
 
 
+@TURNS
 @pytest.mark.parametrize("seqlen", [33, 80])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)

@@ -7,7 +7,7 @@ import torch
 
 from crate_kernels import TokenStatsCache
 from crate_kernels.ops.tssa import op
-from tests.ops.common import backends, offsets, outputs_and_gradients, randn
+from tests.ops.common import TURNS, backends, offsets, outputs_and_gradients, randn
 from tests.ops.tssa.common import call
 from tests.ops.tssa.sums import DRAWS, FLOORS, floored_within_budget, measured
 
@@ -49,6 +49,7 @@ OFF = {
 }
 
 
+@TURNS
 @EACH
 @pytest.mark.parametrize("way", ["padded", "packed", "decoded"])
 @pytest.mark.parametrize(("causal", "argument", "value", "where"), OFF.values(), ids=OFF)
