@@ -65,8 +65,20 @@ def hold(verb, figures, tables, facts):
     globals()[f"_{verb}"](figures, table, facts)
 
 
+def _at_the_edge(figure):
+    """Require that what one of a row's or column's axes says, of which the others say nothing, stands at its edge."""
+    places = [(ax, ax.get_subplotspec()) for ax in figure.axes]
+    places = [(ax, spec.rowspan.start, spec.colspan.start) for ax, spec in places if spec is not None]
+    for text, along, across, edge in (("ylabel", 1, 2, min), ("title", 2, 1, min), ("xlabel", 2, 1, max)):
+        for line in {place[along] for place in places}:
+            every = [place for place in places if place[along] == line]
+            labelled = [place[across] for place in every if getattr(place[0], f"get_{text}")()]
+            assert len(labelled) != 1 or labelled == [edge(place[across] for place in every)]
+
+
 def _texts(figure):
     found = []
+    _at_the_edge(figure)
     for ax in figure.axes:
         legend = ax.get_legend()
         names = [text.get_text() for text in legend.get_texts()] if legend else []
