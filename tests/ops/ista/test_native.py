@@ -142,10 +142,12 @@ def test_gradients_of_a_few_tokens_in_bfloat16_are_rounded_once(tokens, dim, bac
     ],
 )
 def test_a_backward_in_bfloat16_is_that_of_its_size(tokens, dim, dtype, first, monkeypatch):
-    monkeypatch.setattr(products, "fast_dtype", lambda dtype, rows: dtype)
-    x, weight = torch.empty(tokens, dim, dtype=dtype), torch.empty(dim, dim, dtype=dtype)
+    asked = []
+    monkeypatch.setattr(products, "fast_dtype", lambda dtype, rows: asked.append(rows) or dtype)
+    x, weight = torch.empty(1, tokens, dim, dtype=dtype), torch.empty(dim, dim, dtype=dtype)
     order = op._backward_order(("cpp", "composite"), x, x, weight, x, True, True, ISTACall(0.1, 0.1, True, dtype))
     assert order[0] == first
+    assert asked == [tokens]
     assert op._backward_order(("composite",), x, x, weight, x, True, True, None) == ("composite",)
 
 

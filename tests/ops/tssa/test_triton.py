@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from crate_kernels import TokenStatsCache, testing
+from crate_kernels._triton import launch
 from crate_kernels._triton.table import forced
 from crate_kernels.ops.tssa import op
+from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.triton import tables
+from crate_kernels.ops.tssa.triton.launch import TokenSizes, causal_tile
 from tests.ops.common import backends, outputs_and_gradients, over_budget, randn
 from tests.ops.tssa import uncovered
 from tests.ops.tssa.common import FORMS, bias, call, temps, tokens
@@ -232,3 +235,14 @@ def test_users_are_not_shown_interpreted_bfloat16():
     """Only the tests' interpreter computes it."""
     case = testing.cases("tssa")[0]
     assert testing.excluded(case, "triton", torch.bfloat16) is not None
+
+
+@pytest.mark.parametrize(("sequences", "forward"), [(32, 1), (8, 38)], ids=["many", "few"])
+def test_only_a_forward_of_many_sequences_leaves_them_whole(sequences, forward, monkeypatch):
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)
+    sizes = TokenSizes(torch.empty(sequences, 3, 600, 16), TSSACall())
+    with going("chunks"):
+        assert causal_tile(tables.CAUSAL_FORWARD, sizes, alone=True)[1] == forward
+        assert causal_tile(tables.CAUSAL_FORWARD, sizes)[1] == 38
+        tile, nchunks = causal_tile(tables.CAUSAL_BACKWARD, sizes)
+    assert (tile["chunk_size"], tile["nchunks"], nchunks) == (16, 38, 38)
