@@ -11,7 +11,7 @@ import torch
 
 from crate_kernels import mssa
 from crate_kernels._native import extension
-from tests.ops.common import LEVELS, backends
+from tests.ops.common import LEVELS, TURNS, backends
 
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 KERNELS = [p for p in backends("mssa", reference=False) if "composite" not in p.values]
@@ -98,6 +98,7 @@ def worst(case, dtype, backend, device="cpu", gradient_of=gradient):
     return max(shares)
 
 
+@TURNS
 @HALF
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(("backend", "device"), KERNELS)

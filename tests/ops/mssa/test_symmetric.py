@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from crate_kernels import mssa
-from tests.ops.common import home, kernels, randn
+from tests.ops.common import TURNS, home, kernels, randn
 
 TRITON = "triton" in kernels("mssa")
 DEVICE = home("triton") if TRITON else "cpu"
@@ -156,6 +156,7 @@ OPTIONS = {
 }
 
 
+@TURNS
 @NEEDS_TRITON
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", ["normal", "one-longest"])

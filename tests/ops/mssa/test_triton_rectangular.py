@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.ops.common import DTYPES, home, kernels
+from tests.ops.common import DTYPES, TURNS, home, kernels
 from tests.ops.mssa import ranges, test_cancelling
 from tests.ops.mssa.rectangles import CASES
 from tests.ops.mssa.test_rectangular_kernels import failed
@@ -19,6 +19,7 @@ TOGETHER = [
 ]
 
 
+@TURNS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", TOGETHER)
 def test_ranges_together_are_the_whole_operator(case, dtype):

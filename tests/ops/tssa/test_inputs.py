@@ -161,6 +161,7 @@ def test_autograd_sees_that_a_cache_has_changed(backend, device):
 SMALL = {"tokens": (1e-14, 1.0), "gradients": (1e-11, 1e-13), "gradients-of-one-channel": (1.0, 1e-13)}
 
 
+@TURNS
 @EACH_FUSED
 @FORMS
 @pytest.mark.parametrize("seqlen", [2, SEQLEN])
