@@ -7,7 +7,7 @@ import pytest
 from tests import fuzz
 from tests.apart.call import HOPPER
 from tests.apart.draw import draw
-from tests.apart.judge import judge
+from tests.apart.judge import judge, within_limit
 from tests.apart.machines import quiet, ready
 
 LONG = {"hopper": "long_backward_kernel", "pairs": "long_pairs_kernel"}
@@ -30,3 +30,15 @@ def test_they_reach_the_kernels(backend, library, threads):
         launched = library.emulated_launches()
     assert {verdict.status for verdict in verdicts.values()} == {"passed"}
     assert LONG[backend] in launched
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", [530, 16684])  # bf16, off by 1.3e-6; fp16, by 2.5e-7
+def test_an_lse_near_0_is_a_limit_that_is_documented(seed, library, threads):
+    threads(1)
+    call = draw(seed, "hopper")
+    with warnings.catch_warnings(), ready("hopper"):
+        quiet()
+        found = judge(call)
+    assert found.status == "limit"
+    assert not within_limit(call, found.why.replace("lse: error ", "lse: error 9"))

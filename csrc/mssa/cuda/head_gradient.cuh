@@ -6,9 +6,10 @@
 //     E_ij = exp(s_ij - c)        A_ij = E_ij (g^_i . w_j + w_i . g^_j - d^_i - d^_j)
 //     dw_i = sum_j scale A_ij w_j + E_ij g^_j
 //
-// E and A are symmetric (docs/mssa.md, the symmetric backward). A warp group has 64 rows, and walks over the columns by
-// tiles: two products for E and A, two sums from registers. Up to three warp groups; the rows beyond theirs, the tail,
-// are columns of everyone: E and A of those go through shared memory, and one warp group multiplies them, transposed.
+// E and A are symmetric (docs/derivations.md, divided gradients). A warp group has 64 rows, and walks over the columns
+// by tiles: two products for E and A, two sums from registers. Up to three warp groups; the rows beyond theirs, the
+// tail, are columns of everyone: E and A of those go through shared memory, and one warp group multiplies them,
+// transposed.
 //
 // Of a masked key only the direction in which it is the query is left. So the products for A take w^, whose masked rows
 // are 0, for w; the rows of E as weights of g^ are 0 for masked rows.

@@ -1,6 +1,6 @@
 // out of 64 rows and of the tail, for the forward of whole heads on sm_90a (head_forward.cuh).
 //
-// With n_k = scale |w_k|^2 / 2, no score s_ij is above n_i + n_j (docs/mssa.md), so that one shift a row,
+// With n_k = scale |w_k|^2 / 2, no score s_ij is above n_i + n_j (docs/derivations.md), so that one shift a row,
 //
 //     P_ij = exp(s_ij - n_i - max n + top)        out_i = sum_j P_ij w_j / sum_j P_ij
 //
