@@ -40,11 +40,11 @@ def test_tokens_are_those_of_eager_steps(family, lengths, count, backend, made):
 
 @pytest.mark.parametrize("cache", [SubspaceCache, KeyValueCache], ids=lambda cache: cache.__name__)
 def test_steps_of_one_length_are_wrong_for_others(cache, made, monkeypatch):
-    """What a cache counts on the host is the capture's: the stand-in shows what ``_hold`` is for."""
+    """What a cache counts on the host is the capture's: the stand-in shows what ``_make_replayable`` is for."""
     model = language({SubspaceCache: "crate_lm", KeyValueCache: "aot_mhsa_lm"}[cache], backend="composite").to(DEVICE)
     tokens = prompts(5)[0][None].to(DEVICE)
     expected = model.generate(tokens, 20, temperature=0)
-    monkeypatch.setattr(cache, "_hold", lambda self, new: None)
+    monkeypatch.setattr(cache, "_make_replayable", lambda self, new: None)
     assert not torch.equal(model.generate(tokens, 20, temperature=0, cuda_graph=True), expected)
 
 
@@ -134,6 +134,6 @@ def test_bad_input(call, error, message):
 
 
 @pytest.mark.parametrize(("call", "error", "message"), BAD_THERE.values(), ids=BAD_THERE)
-def test_what_no_graph_holds(call, error, message, made):
+def test_what_no_graph_make_replayables(call, error, message, made):
     with pytest.raises(error, match=message):
         call(build("crate_lm").to(DEVICE), TOKENS.to(DEVICE))

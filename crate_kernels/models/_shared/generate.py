@@ -1,4 +1,4 @@
-"""Continue prompts token by token, with caches that hold one tensor per layer or a constant state."""
+"""Continue prompts token by token, with caches of one tensor per layer or of a constant size."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def generate(
 
         def add_alike() -> None:
             """Add a token to each sequence by a step that serves all later ones."""
-            graphed.hold(owner, step.caches or ())
+            graphed.make_replayable(owner, step.caches or ())
             add(0, waits=False)
 
         repeated = graphed.Repeated(add_alike, text.device, sampling.generator)

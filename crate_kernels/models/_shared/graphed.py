@@ -21,12 +21,16 @@ def check(owner: str, config: Any, device: torch.device, use_cache: bool) -> Non
         raise ValueError(f"{owner}: backend must not be 'reference' with cuda_graph=True, which reads lengths")
 
 
-def hold(owner: str, caches: Sequence[Any]) -> None:
-    """Let the next token's step be one that is right whatever the caches hold."""
+def make_replayable(owner: str, caches: Sequence[Any]) -> None:
+    """Make the next token's step right for any content of the caches, so that it may be captured and replayed.
+
+    Raises:
+        NotImplementedError: a cache of another library.
+    """
     for cache in caches:
-        if not hasattr(cache, "_hold"):
+        if not hasattr(cache, "_make_replayable"):
             raise NotImplementedError(f"{owner}: cuda_graph must be False with caches of type {type(cache).__name__}")
-        cache._hold(1)
+        cache._make_replayable(1)
 
 
 class Repeated:

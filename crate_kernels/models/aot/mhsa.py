@@ -19,7 +19,7 @@ class KeyValueCache:
     Attributes:
         keys, values: (batch, heads, max_seqlen, head_dim), in the dtype of the first keys (under autocast, its dtype);
             None before them.
-        lengths: (batch,) int64, tokens held by each sequence; None before the first.
+        lengths: (batch,) int64, number of tokens of each sequence; None before the first.
     """
 
     def __init__(self, max_seqlen: int) -> None:
@@ -52,10 +52,11 @@ class KeyValueCache:
             keep: (batch, seqlen) bool, False for padding on the right; None keeps all.
 
         Returns:
-            All keys, all values, and the mask of those that each new token may see, (batch, 1, seqlen, held).
+            All keys, all values, both (batch, heads, cached, head_dim), and the mask of those that each new token may
+            see, (batch, 1, seqlen, cached) bool.
 
         Raises:
-            ValueError: the cache has no room for them.
+            ValueError: more tokens than the capacity.
         """
         batch, heads, new, head_dim = key.shape
         if self.keys is None or self.values is None or self.lengths is None:
@@ -76,8 +77,8 @@ class KeyValueCache:
         seen = torch.arange(longest, device=key.device) <= positions[:, None, :, None]
         return self.keys[:, :, :longest].to(key.dtype), self.values[:, :, :longest].to(key.dtype), seen
 
-    def _hold(self, new: int) -> None:
-        """Let the step of the next ``new`` tokens be one that is right whatever is held: a graph may replay it."""
+    def _make_replayable(self, new: int) -> None:
+        """Make the next step, of ``new`` tokens, right for any lengths, so that a CUDA graph may replay it."""
         self._bound = self.max_seqlen - new
 
     def _refresh_bound(self) -> None:
@@ -122,10 +123,10 @@ class MHSA(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """Attend over (batch, seqlen, dim).
+        """Return the attention's output (batch, seqlen, dim).
 
         Args:
-            x: tokens.
+            x: tokens, (batch, seqlen, dim).
             key_padding_mask: (batch, seqlen) bool, True = keep; default all.
             cache: a cache to append to and attend over; default none.
             cu_seqlens, max_seqlen: offsets and the greatest length of sequences in one row, as in ``MSSA``, without a

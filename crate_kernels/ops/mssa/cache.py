@@ -20,7 +20,7 @@ class RepeatableMSSA(NamedTuple):
         kind: shape, dtype and device of the tokens.
         data, lengths: the tensors of the cache; the next step must have the same objects.
         sizes: shapes and dtypes of these, which an assignment to their ``data`` changes.
-        capacity: tokens that a sequence of the cache has room for.
+        capacity: the largest number of tokens of a sequence.
         scale: factor of the scores.
         need_lse: whether lse is returned too.
         backend: the op's argument of that name.
@@ -58,7 +58,7 @@ class SubspaceCache:
 
     Attributes:
         data: (batch, nheads, max_seqlen, head_dim), the cached tokens.
-        lengths: (batch,) int32 on the cache's device, tokens held by each sequence.
+        lengths: (batch,) int32 on the cache's device, number of tokens of each sequence.
 
     Raises:
         TypeError: a size is not an int.
@@ -84,7 +84,7 @@ class SubspaceCache:
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._bound = 0  # upper bound of the lengths
         self._uniform = True  # every sequence has exactly _bound tokens
-        self._last: RepeatableMSSA | None = None  # the step before
+        self._last: RepeatableMSSA | None = None  # the previous step, if the next may repeat it
 
     @property
     def max_seqlen(self) -> int:
@@ -121,8 +121,8 @@ class SubspaceCache:
             index: integer (batch,) tensor on the cache's device.
         """
         checks.cache_index("SubspaceCache.reorder", index, self.lengths)
-        held = self.data[:, :, : self._bound]
-        held.copy_(held.index_select(0, index))
+        stored = self.data[:, :, : self._bound]
+        stored.copy_(stored.index_select(0, index))
         self.lengths.copy_(self.lengths.index_select(0, index))
         if not self._uniform:  # the longest sequence may be gone
             self._refresh_bound()
@@ -150,18 +150,18 @@ class SubspaceCache:
             )
 
     def _advance(self, new: int, ragged: bool) -> None:
-        """Account for ``new`` appended places; a ragged padding mask kept fewer of them."""
+        """Account for ``new`` appended tokens; ``ragged``: a padding mask kept fewer of them."""
         self._bound += new
         if ragged:
             self._refresh_bound()
 
-    def _hold(self, new: int) -> None:
-        """Let the step of the next ``new`` tokens be one that is right whatever is held: a graph may replay it."""
+    def _make_replayable(self, new: int) -> None:
+        """Make the next step, of ``new`` tokens, right for any lengths, so that a CUDA graph may replay it."""
         self._bound, self._uniform = self.max_seqlen - new, False
 
     def _refresh_bound(self) -> None:
         """Tighten the host's bound where the lengths are free to read."""
         self._uniform = False
         if self.lengths.device.type == "cpu" and not torch.compiler.is_compiling():
-            held = self.lengths.tolist()
-            self._bound, self._uniform = max(held), min(held) == max(held)
+            lengths = self.lengths.tolist()
+            self._bound, self._uniform = max(lengths), min(lengths) == max(lengths)

@@ -76,8 +76,8 @@ class TokenStatsCache:
         self.energy = torch.zeros(batch, nheads, head_dim, dtype=dtype, device=device)
         self.weighted = torch.zeros_like(self.energy)
         self.mass = torch.zeros(batch, nheads, dtype=dtype, device=device)
-        self._bound = 0  # no sequence is longer
-        self._last: RepeatableTSSA | None = None  # the step before
+        self._bound = 0  # upper bound of the lengths
+        self._last: RepeatableTSSA | None = None  # the previous step, if the next may repeat it
 
     def _tensors(self) -> State:
         return State(self.energy, self.weighted, self.mass, self.lengths)
@@ -123,13 +123,13 @@ class TokenStatsCache:
         return {**self.__dict__, "_last": None}
 
     def _advance(self, new: int, ragged: bool) -> None:
-        """Account for ``new`` tokens, of which a padding mask may have kept fewer."""
+        """Account for ``new`` tokens; ``ragged``: a padding mask kept fewer of them."""
         self._bound += new
         if ragged:
             self._refresh_bound()
 
-    def _hold(self, new: int) -> None:
-        """Do nothing: every step of ``new`` tokens is right whatever the sums hold: a graph may replay it."""
+    def _make_replayable(self, new: int) -> None:
+        """Do nothing: every step of ``new`` tokens is right for any sums, and a CUDA graph may replay it."""
 
     def _refresh_bound(self) -> None:
         """Tighten the host's bound where the lengths are free to read."""
