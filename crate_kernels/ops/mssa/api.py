@@ -81,32 +81,32 @@ def mssa(
     Args:
         w: projected tokens, (batch, nheads, seqlen, head_dim) with any strides, or packed
             (total, nheads, head_dim) with ``cu_seqlens``; floating.
-        causal: each token attends to itself and those before it only.
-        scale: factor of the scores, head_dim ** -0.5 by default.
+        causal: each token attends to itself and earlier ones only; False by default.
+        scale: factor of the scores, a number; head_dim ** -0.5 by default.
         dropout_p: probability in [0, 1) with which an attention weight is dropped, 0 by default. The
             seed comes from torch's generator of w's device.
         phi: what becomes of the probabilities: "softmax" (the default) keeps them; "threshold" replaces
             those above ``threshold`` by it and the others by 0 (AoT, Theorem 3.1); "relu" and "identity" use
             ReLU of the scores and the scores themselves, without a softmax.
-        threshold: the threshold, at least 0; required with phi="threshold" and refused otherwise.
-        key_padding_mask: (batch, seqlen) bool, True = keep, on w's device. It removes keys only; padded
-            queries still attend, so that what they hold must be finite. A query with no key left gives 0,
+        threshold: a number of at least 0; required with phi="threshold" and refused otherwise.
+        key_padding_mask: (batch, seqlen) bool, True = keep, on w's device; all keys by default. It removes keys
+            only: padded queries still attend, so their values must be finite. A query without any key gives 0,
             gradient 0 and lse -inf.
-        cu_seqlens: (sequences + 1,) int32 on w's device, offsets of packed sequences, which rise within 0 to total.
-            Rows that none covers get 0. Its values are checked on the CPU only.
+        cu_seqlens: (sequences + 1,) int32 on w's device, offsets of packed sequences, which rise within 0 to total;
+            None (the default) for a batch. Rows of no sequence get 0. Its values are checked on the CPU only.
         max_seqlen: length of the longest packed sequence; required with ``cu_seqlens``.
-        cache: append ``w`` to it and attend over everything cached so far. Needs ``causal=True`` and
-            phi="softmax"; inference only. With ``key_padding_mask``, right-padded, the lengths advance by
-            its row sums.
-        return_lse: also return the logsumexp of the scores.
-        backend: None picks the best available one; a name is obeyed or refused.
+        cache: append ``w`` to it and attend over everything cached so far; none by default. Needs
+            ``causal=True`` and phi="softmax"; inference only. With ``key_padding_mask``, right-padded, the
+            lengths advance by its row sums.
+        return_lse: also return the logsumexp of the scores; False by default.
+        backend: None (the default) takes the best available one; a name is obeyed or refused.
 
     Returns:
         ``out`` in w's shape and dtype, laid out so that ``out.transpose(1, 2).flatten(2)`` is a view; or
         ``(out, lse)`` with the differentiable natural-log lse, scale included, (batch, nheads, seqlen) or
         (nheads, total), in float32 (float64 for float64 ``w``). Under autocast ``w`` is cast as
-        ``F.scaled_dot_product_attention`` casts it. The backward reads both, as that function's reads its output:
-        changing one in place is refused there.
+        ``F.scaled_dot_product_attention`` casts it. Do not change ``w``, ``out`` or lse in place before the
+        backward, which reads them and then raises an error; write ``out = out + x``.
 
     Raises:
         TypeError: an argument of the wrong type.

@@ -59,7 +59,7 @@ def _flex(case: Case) -> Function:
         nonlocal mask
         if case.options.get("causal") and mask is None:  # made once, as its users do
             mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, seqlen, seqlen, device=w.device.type)
-        w = w if torch.is_grad_enabled() else w.detach()  # a leaf that wants a gradient is refused on a CPU even so
+        w = w if torch.is_grad_enabled() else w.detach()  # a CPU refuses a leaf that requires a gradient even so
         out = compiled(w, w, w, block_mask=mask)
         assert isinstance(out, Tensor)
         return out
@@ -110,8 +110,8 @@ PROVIDERS = (
 def _subspace_step(step: TimedStep, provider: str, past: Tensor, new: Tensor) -> Stepper:
     batch, nheads, cached, head_dim = step.shape
     scale = head_dim**-0.5
-    room = past.new_zeros(batch, nheads, cached + 1, head_dim)
-    room[:, :, :cached] = past
+    buffer = past.new_zeros(batch, nheads, cached + 1, head_dim)
+    buffer[:, :, :cached] = past
     if provider == "eager":  # what a user without a cache of fixed size writes
 
         def grow() -> Tensor:
@@ -120,7 +120,7 @@ def _subspace_step(step: TimedStep, provider: str, past: Tensor, new: Tensor) ->
 
         return grow, tuple
     if provider == "sdpa":  # two caches, as everywhere where key and value differ
-        keys, values = room, room.clone()
+        keys, values = buffer, buffer.clone()
 
         def attend() -> Tensor:
             keys[:, :, cached:] = new
@@ -131,7 +131,7 @@ def _subspace_step(step: TimedStep, provider: str, past: Tensor, new: Tensor) ->
     if provider == "flash-attn":
         from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
 
-        keys, values = (room.transpose(1, 2).contiguous() for _ in range(2))
+        keys, values = (buffer.transpose(1, 2).contiguous() for _ in range(2))
         token = new.transpose(1, 2).contiguous()
         lengths = torch.full((batch,), cached, dtype=torch.int32, device=new.device)
 

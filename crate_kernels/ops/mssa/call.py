@@ -19,10 +19,10 @@ class MSSACall(NamedTuple):
         cu_seqlens: (sequences + 1,) int32, offsets of packed sequences; None for a batch.
         max_seqlen: length of the longest packed sequence, 0 for a batch.
         seed: int64 scalar that dropout draws from; None without dropout.
-        causal: each token attends to itself and those before it only.
+        causal: each token attends to itself and earlier ones only.
         scale: factor of the scores. None in what torch.compile records for any head_dim: a body fills it in.
         dropout_p: probability with which a weight is dropped.
-        threshold: weights above it become it, others 0; None keeps the softmax.
+        threshold: weights above it become it, the others 0; None keeps the softmax.
     """
 
     key_padding_mask: Tensor | None = None
@@ -98,16 +98,16 @@ class DecodeCall(NamedTuple):
     need_lse: bool
 
     def rounded(self) -> DecodeCall:
-        """Return a call that serves a step on a GPU as well, and many steps alike: its bound has four binary digits.
+        """Return the call with its bound rounded up to four binary digits, which many steps on a GPU have in common.
 
-        A bound only says there into how many stretches a sequence is cut.
+        There the bound only decides into how many stretches a sequence is cut.
         """
         step = max(1 << max(self.bound.bit_length() - 4, 0), 64)
         return self._replace(bound=-(-self.bound // step) * step, uniform=False)
 
 
 def default_scale(w: Tensor) -> float:
-    """Return the factor of the scores where none is given."""
+    """Return the default factor of the scores, head_dim ** -0.5."""
     return (w.shape[-1] or 1) ** -0.5
 
 
@@ -127,5 +127,5 @@ def empty_decoded(w: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
 
 @cache
 def no_lse(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the lse of steps that compute none, for tokens of ``dtype``: a call takes longer to allocate it."""
+    """Return the empty lse of steps that compute none, allocated once for each device and dtype of tokens."""
     return torch.empty(0, dtype=operator.stat_dtype(dtype), device=device)

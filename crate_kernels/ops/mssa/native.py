@@ -19,10 +19,10 @@ from crate_kernels.ops.mssa.call import DecodeCall, MSSACall, empty_lse, no_lse
 from crate_kernels.ops.mssa.cuda import heads, long_pairs, long_rows, plain, problem, steps, tensor_cores
 from crate_kernels.ops.mssa.splits import cdiv, choose_splits
 
-_MOST_HEAD_DIM = 256  # the kernels hold tiles of a head on chip
-_MOST_TOKENS = 16  # new tokens per step whose cost is reading the cache; with more it is the products
-_LEAST_STRETCH = 64  # cached tokens that are worth a block
-_RESIDENT = 4  # blocks per multiprocessor that keep enough reads under way
+_MAX_HEAD_DIM = 256  # the kernels hold tiles of a head on chip
+_MAX_STEP_TOKENS = 16  # new tokens per step whose cost is reading the cache; with more it is the products
+_MIN_STRETCH = 64  # cached tokens that are worth a block
+_BLOCKS_PER_PROCESSOR = 4  # blocks per multiprocessor that keep enough reads under way
 
 
 def forward(w: Tensor, call: MSSACall) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,10 @@ def forward(w: Tensor, call: MSSACall) -> tuple[Tensor, Tensor]:
 
 
 def _attend(fields: dict, w: Tensor, call: MSSACall, left: Tensor | None = None) -> None:
-    """Launch a forward over the tokens themselves, or over a cache; ``left``: of what those before it leave."""
+    """Launch a forward over the tokens themselves, or over a cache.
+
+    ``left``, (heads,) int32: how many of each head's last tokens the kernels of sm_90a left to this one; None: all.
+    """
     check_head_dim(w)
     if tensor_cores.take(w):
         tensor_cores.forward(fields, w, call, left)
@@ -50,8 +53,8 @@ def _attend(fields: dict, w: Tensor, call: MSSACall, left: Tensor | None = None)
 
 def check_head_dim(w: Tensor) -> None:
     """Refuse heads that the kernels do not take."""
-    if not 1 <= w.shape[-1] <= _MOST_HEAD_DIM:
-        raise backends.Refused(f"takes head_dim from 1 to {_MOST_HEAD_DIM}, got {w.shape[-1]}")
+    if not 1 <= w.shape[-1] <= _MAX_HEAD_DIM:
+        raise backends.Refused(f"takes head_dim from 1 to {_MAX_HEAD_DIM}, got {w.shape[-1]}")
 
 
 def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: MSSACall) -> Tensor:
@@ -115,10 +118,10 @@ def _empty_stretches(w: Tensor, data: Tensor, call: DecodeCall) -> tuple[Tensor,
     """
     batch, nheads, new, head_dim = w.shape
     in_packs = head_dim * w.element_size() % 16 == 0 and data.is_contiguous() and _is_aligned(data)
-    if new > _MOST_TOKENS or not in_packs:
+    if new > _MAX_STEP_TOKENS or not in_packs:
         return None
     blocks = batch * nheads * (1 if new == 1 else cdiv(new, steps.GROUP))
-    processors = _RESIDENT * launch.gpu(w.device).multiprocessors
-    splits = choose_splits(blocks, processors, cdiv(call.bound, _LEAST_STRETCH))
+    processors = _BLOCKS_PER_PROCESSOR * launch.gpu(w.device).multiprocessors
+    splits = choose_splits(blocks, processors, cdiv(call.bound, _MIN_STRETCH))
     rows = (batch * nheads, splits, new)
     return w.new_empty(*rows, head_dim, dtype=torch.float32), w.new_empty(*rows, 2, dtype=torch.float32)

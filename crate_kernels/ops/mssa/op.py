@@ -96,7 +96,7 @@ mssa_decode = operator.define(
 
 
 def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall, backend: str) -> tuple[Tensor, Tensor]:
-    """Run a step with a cache; on a GPU's kernels, one that many steps have in common."""
+    """Run a step with a cache; on a GPU its bound is rounded, so that one plan serves many steps."""
     if w.is_cuda and backend != "composite":
         call = call.rounded()
     return mssa_decode(w, data, lengths, *call, backend)

@@ -38,7 +38,7 @@ def logsumexp_backward(dlse: Tensor, w: Tensor, lse: Tensor, call: MSSACall) -> 
 
 
 def decode(w: Tensor, data: Tensor, lengths: Tensor, call: DecodeCall) -> None:
-    """Check the tensors of a step with a cache, which may repeat another and then comes here alone."""
+    """Check the tensors of a step with a cache; a step that repeats another has no other check."""
     for name, value in (("w", w), ("cache.data", data), ("cache.lengths", lengths)):
         op_checks.in_memory("mssa", name, value)
     op_checks.options("mssa", w, call.key_padding_mask, None, None)

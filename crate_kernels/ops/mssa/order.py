@@ -1,4 +1,4 @@
-"""Which backends a call tries where none was named: another order than the general one where a kernel is faster.
+"""The order in which a call with ``backend=None`` tries the backends, where it differs from the general one.
 
 Every kernel reads what any other saved, so a backward need not be of its forward's backend.
 """

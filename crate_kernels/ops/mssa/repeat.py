@@ -1,4 +1,4 @@
-"""A step with a cache that repeats the one before: its options, and tokens of the same kind, on the same cache.
+"""Repeats the previous step with a cache: the same options and the same cache, and tokens of the same kind.
 
 They were checked then, and a kernel chosen. Where few tokens are cached, checks and choice take longer than the kernel.
 """
@@ -19,16 +19,16 @@ from crate_kernels.ops.mssa.op import choose_decode, decode
 
 
 def remember(w: Tensor, cache: SubspaceCache, call: DecodeCall, backend: str, options: tuple[Any, ...]) -> None:
-    """Keep a step that succeeded. One with a mask is not kept: its values are checked each time."""
+    """Note a step that succeeded, for ``repeat``. One with a mask is not noted: its values are checked each time."""
     cache._last = None
     if call.key_padding_mask is None and cache.lengths.is_contiguous() and _is_plain(w, cache):
         kernel = choose_decode(backend, w, cache.data, cache.lengths, call)
-        kind, held = (w.shape, w.dtype, w.device), (cache.data, cache.lengths, _sizes(cache), cache.max_seqlen)
-        cache._last = RepeatableMSSA(options, kind, *held, call.scale, call.need_lse, backend, kernel)
+        kind, stored = (w.shape, w.dtype, w.device), (cache.data, cache.lengths, _sizes(cache), cache.max_seqlen)
+        cache._last = RepeatableMSSA(options, kind, *stored, call.scale, call.need_lse, backend, kernel)
 
 
 def repeat(w: Tensor, cache: SubspaceCache, options: tuple[Any, ...]) -> Tensor | tuple[Tensor, Tensor] | None:
-    """Run a step that repeats the one before; None if this one does not, and then nothing has been done."""
+    """Run a step that repeats the previous one; return None, having done nothing, if this one does not."""
     # What torch.compile traces must not depend on what ran before.
     if torch.compiler.is_compiling() or type(cache) is not SubspaceCache or (last := cache._last) is None:
         return None

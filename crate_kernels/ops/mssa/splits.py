@@ -11,7 +11,7 @@ def cdiv(length: int, block: int) -> int:
     return -(-length // block)
 
 
-_MOST_SPLITS = 128
+_MAX_SPLITS = 128
 
 
 @functools.lru_cache(maxsize=1024)  # counts up to 128 numbers, and a step of decoding asks in every layer
@@ -23,6 +23,6 @@ def choose_splits(blocks: int, processors: int, tiles: int) -> int:
     """
     if blocks >= 0.8 * processors:
         return 1
-    counts = range(1, min(_MOST_SPLITS, processors, max(tiles, 1)) + 1)
+    counts = range(1, min(_MAX_SPLITS, processors, max(tiles, 1)) + 1)
     fullness = [waves / math.ceil(waves) for waves in (blocks * count / processors for count in counts)]
     return next(count for count, full in zip(counts, fullness, strict=True) if full >= 0.85 * max(fullness))
