@@ -1,4 +1,4 @@
-"""Subspace attention of some tokens to others of one sequence: what a process computes that has a part of it.
+"""Subspace attention between two ranges of one sequence: what a process computes that has a part of it.
 
 ``rows`` and ``columns`` are ranges of the sequence's tokens, w of both the same projection. Results of several ranges
 of columns are put together by their lse. The backward gives what the columns add to the gradient of the rows, as

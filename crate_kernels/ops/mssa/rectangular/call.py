@@ -72,7 +72,7 @@ class RectangularCall(NamedTuple):
         column_mask: the same of the columns.
         row_start: place of the first row in the sequence.
         column_start: place of the first column in the sequence.
-        causal: each token attends to itself and those before it only.
+        causal: each token attends to itself and earlier ones only.
         scale: factor of the scores.
         seed: int64 scalar that dropout draws from; None without dropout.
         dropout_p: probability with which a weight is dropped.
@@ -103,10 +103,10 @@ class RectangularCall(NamedTuple):
     def tokens(self, rows: tuple[Tensor, ...], columns: tuple[Tensor, ...]) -> tuple[RangeTokens, RangeTokens]:
         """Return the ranges of this call; either has w and, for a backward, dout, lse, delta and dlse."""
         w, *rest = rows
-        others, *other_rest = columns
+        column_w, *column_rest = columns
         return (
             RangeTokens(self.row_start, w, self.row_mask, *rest),
-            RangeTokens(self.column_start, others, self.column_mask, *other_rest),
+            RangeTokens(self.column_start, column_w, self.column_mask, *column_rest),
         )
 
 

@@ -63,11 +63,11 @@ def forward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> t
     keys = columns.w.to(dtype)
     for place, chunk in _chunks(rows, columns):
         scores = _hide(call.scale * (chunk.w.to(dtype) @ keys.mT), chunk, columns, call)
-        top = _finite(scores.amax(-1, keepdim=True))
-        weights = (scores - top).exp_()
+        row_max = _finite(scores.amax(-1, keepdim=True))
+        weights = (scores - row_max).exp_()
         total = weights.sum(-1, keepdim=True)
         # The total of a row with an infinite score is NaN.
-        lse[:, :, place] = torch.where(top == torch.inf, top, top + total.log()).squeeze(-1)
+        lse[:, :, place] = torch.where(row_max == torch.inf, row_max, row_max + total.log()).squeeze(-1)
         # Shares of their own sum: exp(scores - lse) would give every weight of a row the rounding of its lse.
         sums = _times(weights, _factor(chunk, columns, call, dtype)) @ keys
         out[:, :, place] = sums / total.masked_fill(total == 0.0, 1.0)
@@ -93,24 +93,24 @@ def backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> 
     dw = rows.w.new_zeros(rows.w.shape, dtype=dtype)
     if not (sees(rows, columns, call) or sees(columns, rows, call)):
         return dw
-    dcolumns, column_lse, column_delta, column_dlse = columns.gradients()
-    others, dothers = columns.w.to(dtype), dcolumns.to(dtype)
+    column_dout, column_lse, column_delta, column_dlse = columns.gradients()
+    column_w, column_dout = columns.w.to(dtype), column_dout.to(dtype)
     for place, chunk in _chunks(rows, columns):
         dout, lse, delta, dlse = chunk.gradients()
         w, dout = chunk.w.to(dtype), dout.to(dtype)
-        scores = call.scale * (w @ others.mT)
+        scores = call.scale * (w @ column_w.mT)
         dscores = torch.zeros_like(scores)
         if sees(chunk, columns, call):
             weights = (_hide(scores, chunk, columns, call) - _finite(lse).unsqueeze(-1)).exp_()
-            dweights = _times(dout @ others.mT, _factor(chunk, columns, call, dtype))
+            dweights = _times(dout @ column_w.mT, _factor(chunk, columns, call, dtype))
             dscores += weights * (dweights - delta.unsqueeze(-1) + dlse.unsqueeze(-1))
         if sees(columns, chunk, call):
             # Transposed: the columns are the queries, the rows their keys.
             hidden = _hide(scores.mT, columns, chunk, call)
             weights = (hidden - _finite(column_lse).unsqueeze(-1)).exp_()
             factor = _factor(columns, chunk, call, dtype)
-            dweights = _times(dothers @ w.mT, factor)
+            dweights = _times(column_dout @ w.mT, factor)
             dscores += (weights * (dweights - column_delta.unsqueeze(-1) + column_dlse.unsqueeze(-1))).mT
-            dw[:, :, place] = _times(weights, factor).mT @ dothers
-        dw[:, :, place] += call.scale * (dscores @ others)
+            dw[:, :, place] = _times(weights, factor).mT @ column_dout
+        dw[:, :, place] += call.scale * (dscores @ column_w)
     return dw

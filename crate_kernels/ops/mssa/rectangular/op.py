@@ -19,7 +19,7 @@ PART = "mssa.rectangular"
 backends.add_part(PART)
 for _function in ("forward", "delta", "backward"):
     backends.PUBLIC[PART, _function] = "mssa"
-_LARGE = 16.0  # |lse| in nats: the backward magnifies what rounding leaves of delta by the size of scores
+_LARGE = 16.0  # |lse| in nats: the backward multiplies the rounding error of delta by the size of scores
 _OPTIONS = f"{operator.schema_of(RectangularCall)}, str backend"
 
 
@@ -132,17 +132,21 @@ def delta(
 
 def backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall, backend: str) -> Tensor:
     """Return what the columns, as keys and as queries, add to the gradient of the rows."""
-    own, others = rows.gradients(), columns.gradients()
-    return mssa_rectangular_bwd(rows.w, *own, columns.w, *others, *call.between(rows, columns), backend)
+    inputs = rows.w, *rows.gradients(), columns.w, *columns.gradients()
+    return mssa_rectangular_bwd(*inputs, *call.between(rows, columns), backend)
 
 
 def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
-    """Put together, in the first two tensors, the results of the same rows over two sets of columns."""
-    top = torch.maximum(lse, more_lse)
-    top = top.masked_fill(top == -torch.inf, 0.0)
-    share, more = (lse - top).exp(), (more_lse - top).exp()
+    """Merge the results of the same rows over two sets of columns, in place, in the first two tensors.
+
+    ``out`` is (batch, nheads, rows, head_dim), ``lse`` (batch, nheads, rows), both in fp32 or better.
+    """
+    max_lse = torch.maximum(lse, more_lse)
+    max_lse = max_lse.masked_fill(max_lse == -torch.inf, 0.0)
+    share, more = (lse - max_lse).exp(), (more_lse - max_lse).exp()
     total = share + more
     # Shares of their own sum: exp(lse - the lse of both) would give every weight of a row the rounding of that lse.
     whole = total.clamp(min=1.0).unsqueeze(-1)  # one share is 1, unless the row has no key
     out.mul_(share.unsqueeze(-1) / whole).add_(more_out * (more.unsqueeze(-1) / whole))
-    lse.copy_(torch.where(top == torch.inf, top, top + total.log()))  # the total with an infinite score is NaN
+    # The total with an infinite score is NaN.
+    lse.copy_(torch.where(max_lse == torch.inf, max_lse, max_lse + total.log()))

@@ -79,11 +79,11 @@ def _mssa_rectangular_fwd_kernel(
 @triton.jit(do_not_specialize=[*_SIZES, "num_j", "num_m"])
 def _mssa_rectangular_bwd_kernel(
     w, g, dw, lse_ptr, delta_ptr, dlse_ptr, row_mask_ptr,
-    others, other_g, other_lse_ptr, factor_ptr, other_delta_ptr, other_dlse_ptr, extent_ptr,
+    column_w, column_g, column_lse_ptr, factor_ptr, column_delta_ptr, column_dlse_ptr, extent_ptr,
     nheads, rows, columns, offset, start, first_head, all_heads, call, num_j, num_m,
     BLOCK_J: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    """Write what the columns, ``others``, add to the gradient of BLOCK_J rows; the first row is at place ``offset``."""
+    """Write what the columns add to the gradient of BLOCK_J rows; the first row is at place ``offset``."""
     pid = tl.program_id(0)
     start_j = pid % num_j * BLOCK_J
     head = find_head(pid // num_j, nheads, rows)
@@ -97,9 +97,9 @@ def _mssa_rectangular_bwd_kernel(
     own = load_block(own, scores, start_j, rows, BLOCK_J, FORM, TERMS, offset)
 
     at = find_head(pid // num_j, nheads, columns).row
-    w, g = tokens_of(head, others), tokens_of(head, other_g)
-    dlse_at = other_dlse_ptr + at if TERMS.HAS_DLSE else other_lse_ptr
-    inputs = BackwardInputs(w, g, other_lse_ptr + at, factor_ptr + at, other_delta_ptr + at, dlse_at, 1.0)
+    w, g = tokens_of(head, column_w), tokens_of(head, column_g)
+    dlse_at = column_dlse_ptr + at if TERMS.HAS_DLSE else column_lse_ptr
+    inputs = BackwardInputs(w, g, column_lse_ptr + at, factor_ptr + at, column_delta_ptr + at, dlse_at, 1.0)
     scores = _scores_of_range(head, columns, start, columns, first_head, all_heads, call.mask_ptr, call, FORM)
     extent = 0.0
     if TERMS.DERIVED:
@@ -230,7 +230,7 @@ def backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> 
         block_i = min(block_i, _MASKED_ROWS)
     num_j, num_m = cdiv(w.shape[2], config["BLOCK_J"]), sizes.blocks(_DELTA_ROWS)
     form = sizes.form(block_i, min(block_i if call.causal else sizes.tail(block_i), _MASKED_ROWS))
-    others, column_lse = strided(columns.w), column_lse.contiguous()
+    column_w, column_lse = strided(columns.w), column_lse.contiguous()
     numbers = {
         "factor_ptr": torch.empty_like(column_lse) if derived else column_lse,
         "extent_ptr": column_lse.new_empty(sizes.heads, num_m) if derived else column_lse,
@@ -241,9 +241,9 @@ def backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> 
             launch.run(
                 _mssa_bwd_delta_kernel,
                 sizes.heads * num_m,
-                g=others,
-                out=others,
-                w=others,
+                g=column_w,
+                out=column_w,
+                w=column_w,
                 lse_ptr=column_lse,
                 delta_ptr=column_lse,  # not written
                 norms_ptr=None,
@@ -264,11 +264,11 @@ def backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> 
             delta_ptr=delta.contiguous(),
             dlse_ptr=dlse.contiguous() if apart else None,
             row_mask_ptr=_mask(rows) if padded else None,
-            others=others,
-            other_g=strided(column_dout),
-            other_lse_ptr=column_lse,
-            other_delta_ptr=column_delta.contiguous(),
-            other_dlse_ptr=column_dlse.contiguous() if apart else None,
+            column_w=column_w,
+            column_g=strided(column_dout),
+            column_lse_ptr=column_lse,
+            column_delta_ptr=column_delta.contiguous(),
+            column_dlse_ptr=column_dlse.contiguous() if apart else None,
             **numbers,
             num_j=num_j,
             FORM=form._replace(APART=True),

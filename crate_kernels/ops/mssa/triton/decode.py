@@ -121,25 +121,25 @@ def _mssa_combine_kernel(
     # Row k of a tile is token k % BLOCK_M of stretch k // BLOCK_M.
     numbers = tl.arange(0, BLOCK_S * BLOCK_M)
     token = pid_m * BLOCK_M + numbers % BLOCK_M
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    top = total - float("inf")
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    row_max = row_sum - float("inf")
     acc = tile.zeros(BLOCK_M, DIMS)  # (BLOCK_M, HEAD_DIM)
     for first in range(0, splits, BLOCK_S):
         split = first + numbers // BLOCK_M
         rows, mask = split * new + token, (split < splits) & (token < new)
         results = tile.load(part, rows, mask, DIMS)  # (BLOCK_S * BLOCK_M, HEAD_DIM)
         lse = tl.load(part_lse_ptr + rows, mask=mask, other=-float("inf")).reshape(BLOCK_S, BLOCK_M)
-        before = top
-        top = tl.maximum(top, tl.max(lse, 0))
-        base = tl.where(top == -float("inf"), 0.0, top)
-        shrink = tl.exp2((before - base) * LOG2_E)
-        share = tl.exp2((lse - base[None, :]) * LOG2_E)
-        results = tile.scale(results, share.reshape(BLOCK_S * BLOCK_M))
+        old_max = row_max
+        row_max = tl.maximum(row_max, tl.max(lse, 0))
+        base = tl.where(row_max == -float("inf"), 0.0, row_max)
+        shrink = tl.exp2((old_max - base) * LOG2_E)
+        weights = tl.exp2((lse - base[None, :]) * LOG2_E)
+        results = tile.scale(results, weights.reshape(BLOCK_S * BLOCK_M))
         acc = tile.add(tile.scale(acc, shrink), tile.sum_groups(results, BLOCK_S))
-        total = total * shrink + tl.sum(share, 0)
+        row_sum = row_sum * shrink + tl.sum(weights, 0)
     if lse_ptr is not None:
         lse_ptr += head.row
-    finish((acc, top, total), 1.0, tokens_of(head, out), lse_ptr, offs_m, offs_m < new, 1.0, DIMS)
+    finish((acc, row_max, row_sum), 1.0, tokens_of(head, out), lse_ptr, offs_m, offs_m < new, 1.0, DIMS)
     if head.h + pid_m == 0:
         length, appended = _space(step, head.batch, new, capacity)
         tl.store(step.lengths_ptr + head.batch, length + appended)

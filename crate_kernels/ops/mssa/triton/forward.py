@@ -30,20 +30,20 @@ from crate_kernels.ops.mssa.triton.rows import attend_rows, norms
 # Sizes vary per call: do not specialise on them.
 @triton.jit(do_not_specialize=["nheads", "seqlen", "total", "num_m"])
 def _mssa_norms_kernel(
-    w, top_ptr, nheads, seqlen, total, call, num_m, BLOCK_M: tl.constexpr, FORM: tl.constexpr
+    w, max_norms_ptr, nheads, seqlen, total, call, num_m, BLOCK_M: tl.constexpr, FORM: tl.constexpr
 ):  # fmt: skip
-    """Write the largest n of every block of BLOCK_M rows to top (heads, num_m); w is read once."""
+    """Write the largest n = s_kk / 2 of every block of BLOCK_M rows to max_norms (heads, num_m)."""
     pid = tl.program_id(0)
     head = find_head(pid // num_m, nheads, seqlen, total, call.cu_seqlens_ptr, FORM.PACKED)
     offs_m = pid % num_m * BLOCK_M + tl.arange(0, BLOCK_M)
     w_m = tile.load(tokens_of(head, w), offs_m, offs_m < head.length, FORM)  # (BLOCK_M, HEAD_DIM)
-    tl.store(top_ptr + pid, tl.max(norms(w_m, call.qk_scale), 0))
+    tl.store(max_norms_ptr + pid, tl.max(norms(w_m, call.qk_scale), 0))
 
 
 # Sizes vary per call: do not specialise on them.
 @triton.jit(do_not_specialize=["nheads", "seqlen", "total", "num_m"])
 def _mssa_fwd_kernel(
-    w, out, lse_ptr, top_ptr, nheads, seqlen, total, call, num_m,
+    w, out, lse_ptr, max_norms_ptr, nheads, seqlen, total, call, num_m,
     BLOCK_M: tl.constexpr, TAIL_M: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Write out and lse of a block of rows.
@@ -58,17 +58,17 @@ def _mssa_fwd_kernel(
     w, out = tokens_of(head, w), tokens_of(head, out)
     lse_ptr += head.row
     scores = scores_of(head, seqlen, call, FORM)
-    before = 0.0
+    max_norm = 0.0
     start_m = pid_m * BLOCK_M
     if FORM.SOFTMAX == "bounded":
-        before = largest(top_ptr + head.number.to(tl.int64) * num_m, pid_m if FORM.CAUSAL else num_m)
+        max_norm = largest(max_norms_ptr + head.number.to(tl.int64) * num_m, pid_m if FORM.CAUSAL else num_m)
     if TAIL_M < BLOCK_M:
         if pid_m == num_m - 1:
-            attend_rows(w, out, lse_ptr, scores, start_m, before, TAIL_M, FORM)
+            attend_rows(w, out, lse_ptr, scores, start_m, max_norm, TAIL_M, FORM)
         else:
-            attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M, FORM)
+            attend_rows(w, out, lse_ptr, scores, start_m, max_norm, BLOCK_M, FORM)
     elif start_m < head.length:
-        attend_rows(w, out, lse_ptr, scores, start_m, before, BLOCK_M, FORM)
+        attend_rows(w, out, lse_ptr, scores, start_m, max_norm, BLOCK_M, FORM)
     if FORM.PACKED:
         sequences = tl.num_programs(0) // (nheads * num_m)
         lead, first, stop = jit.uncovered(call.cu_seqlens_ptr, head.batch, sequences, seqlen, total)
@@ -97,18 +97,18 @@ def forward(w: Tensor, call: MSSACall) -> tuple[Tensor, Tensor]:
     kind = "bounded" if bounded else "online" if call.threshold is None else "threshold"
     tail_n = min(block_n, _MASKED_KEYS) if call.causal else min(sizes.tail(block_n), _MASKED_KEYS)
     shared = {"w": strided(w), "num_m": num_m, "BLOCK_M": block_m, **sizes.arguments()}
-    top = w.new_empty(sizes.heads, num_m, dtype=torch.float32) if bounded else None
+    max_norms = w.new_empty(sizes.heads, num_m, dtype=torch.float32) if bounded else None
     with launch.guard(w.device):
-        if top is not None:
+        if max_norms is not None:
             norms_form = form_of(*tile.split_dims(sizes.head_dim), PACKED=call.packed)
-            launch.run(_mssa_norms_kernel, sizes.heads * num_m, **shared, top_ptr=top, FORM=norms_form)
+            launch.run(_mssa_norms_kernel, sizes.heads * num_m, **shared, max_norms_ptr=max_norms, FORM=norms_form)
         launch.run(
             _mssa_fwd_kernel,
             sizes.heads * num_m,
             **shared,
             out=strided(out),
             lse_ptr=lse,
-            top_ptr=top,
+            max_norms_ptr=max_norms,
             TAIL_M=sizes.tail(block_m),
             FORM=sizes.form(block_n, tail_n, softmax=kind),
             **config,

@@ -145,10 +145,10 @@ def kept(scores, queries, keys):
 
 
 @triton.jit
-def largest(top_ptr, count):
+def largest(ptr, count):
     """Return the largest of ``count`` numbers, none of which is negative."""
-    top = tl.zeros((64,), tl.float32)
+    found = tl.zeros((64,), tl.float32)
     for start in range(0, count, 64):
         offs = start + tl.arange(0, 64)
-        top = tl.maximum(top, tl.load(top_ptr + offs, mask=offs < count, other=0.0))
-    return tl.max(top, 0)
+        found = tl.maximum(found, tl.load(ptr + offs, mask=offs < count, other=0.0))
+    return tl.max(found, 0)

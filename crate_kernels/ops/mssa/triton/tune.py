@@ -33,8 +33,8 @@ def _decode(cached: int, head_dim: int, device: str = "cuda") -> Callable[[], Pr
         call()  # writes the new token, which plain() reads
 
         def plain(dtype: torch.dtype) -> dict[str, Tensor]:
-            held = lengths.clone().fill_(cached)
-            return {"out": composite.decode(w.to(dtype), data.to(dtype), held, options)[0]}
+            before = lengths.clone().fill_(cached)
+            return {"out": composite.decode(w.to(dtype), data.to(dtype), before, options)[0]}
 
         return Prepared(call, lambda: {"out": call()}, plain, w.dtype)
 
