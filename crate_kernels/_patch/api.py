@@ -57,7 +57,7 @@ class PatchReport:
 
 @dataclass(frozen=True)
 class _Patch:
-    """Record kept on the class of a patched module."""
+    """How a module is patched; an attribute of its patched class."""
 
     base: type[nn.Module]
     form: ModuleForm
@@ -103,23 +103,23 @@ def _argument_reader(
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     defaults = {p.name: p.default for p in parameters}
     mask = None if form.mask is None else form.mask.name
-    alone = mask is None or defaults[mask] is not inspect.Parameter.empty
+    mask_is_optional = mask is None or defaults[mask] is not inspect.Parameter.empty
 
     def read(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor | None, Any]:
-        if len(args) == 1 and not kwargs and alone:
+        if len(args) == 1 and not kwargs and mask_is_optional:
             return (args[0] if isinstance(args[0], Tensor) else None), None
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if len(given) != len(args) + len(kwargs) or not names:  # an argument given twice, or one without a name
+        passed = {**dict(zip(names, args, strict=False)), **kwargs}
+        if len(passed) != len(args) + len(kwargs) or not names:  # an argument passed twice, or one without a name
             return None, None
-        x = given.pop(names[0], None)
-        value = given.pop(mask, defaults[mask]) if mask is not None else None
-        if mask is not None and not isinstance(value, Tensor) and alone:
+        x = passed.pop(names[0], None)
+        value = passed.pop(mask, defaults[mask]) if mask is not None else None
+        if mask is not None and not isinstance(value, Tensor) and mask_is_optional:
             if not _same(value, defaults[mask]):
                 return None, None
             value = None
         if not isinstance(x, Tensor) or value is inspect.Parameter.empty:
             return None, None
-        if not all(name in defaults and _same(other, defaults[name]) for name, other in given.items()):
+        if not all(name in defaults and _same(other, defaults[name]) for name, other in passed.items()):
             return None, None
         return x, value
 

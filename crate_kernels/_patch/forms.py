@@ -50,8 +50,8 @@ class ModuleForm:
     def assuming(self, module: nn.Module) -> ModuleForm:
         """Return the form with the present values of the attributes that are not read at each call."""
         read = {*self.live(), *vars(_EMPTY)}
-        held = ((name, type(value), value) for name, value in vars(module).items() if name not in read)
-        return replace(self, assumed=tuple(item for item in held if isinstance(item[2], PLAIN)))
+        others = ((name, type(value), value) for name, value in vars(module).items() if name not in read)
+        return replace(self, assumed=tuple(item for item in others if isinstance(item[2], PLAIN)))
 
     def live(self) -> set[str]:
         """Return the attributes that are read at each call."""
@@ -81,8 +81,8 @@ class ModuleForm:
         if not all(number(module, name) for name in self.numbers):
             return False
         for name, kind, value in self.assumed:
-            held = vars(module).get(name)
-            if held is not value and (type(held) is not kind or held != value):
+            current = vars(module).get(name)
+            if current is not value and (type(current) is not kind or current != value):
                 return False
         for name, known in self.bypassed:
             child: Any = module._modules.get(name)
@@ -178,8 +178,11 @@ class AttentionForm(ModuleForm):
 class SparseForm(ModuleForm):
     """ISTA: plain for ``steps`` = 0, else overcomplete with ``steps`` steps, a number or an attribute's name.
 
-    ``step``: the attributes with the step size and the threshold, numbers or tensors. ``transposed``: the module keeps
-    the transpose of the operator's dictionary. ``deep``: inputs of four axes and more are tokens too.
+    Attributes:
+        step: attributes with the step size and the threshold, numbers or tensors.
+        transposed: the module's weight is the transpose of the operator's dictionary.
+        steps: number of proximal steps, or the attribute with it.
+        deep: inputs of four axes and more are tokens too.
     """
 
     step: tuple[str, str]

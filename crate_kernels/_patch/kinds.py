@@ -19,7 +19,7 @@ from crate_kernels._patch.forms import AttentionForm, ModuleForm, SparseForm, la
 
 # Known names of each part.
 PROJECTIONS = ("qkv", "c_attn", "to_qkv")
-APART = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("to_q", "to_k", "to_v"))
+THREE_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("to_q", "to_k", "to_v"))
 HEADS = ("heads", "num_heads", "n_head", "n_heads", "nheads")
 SCALES = ("scale", "scaling", "softmax_scale")
 ATTENDS = ("attend", "softmax")
@@ -47,8 +47,8 @@ def readings(module: nn.Module) -> tuple[list[ModuleForm], str | None]:
     forms, reason = _ista_forms(module) if projection is None else _attention_forms(module, projection)
     if not forms and reason is None:
         reason = _equal_projections(module._parameters.get("in_proj_weight"))
-        apart = (all(linear_sizes(module._modules.get(name))[0] for name in names) for names in APART)
-        if reason is None and (isinstance(module, nn.MultiheadAttention) or any(apart)):
+        three = (all(linear_sizes(module._modules.get(name))[0] for name in names) for names in THREE_PROJECTIONS)
+        if reason is None and (isinstance(module, nn.MultiheadAttention) or any(three)):
             reason = _ORDINARY
     misfits = [(form, _unexplained(module, form)) for form in forms]
     whole = [form for form, misfit in misfits if misfit is None]
@@ -73,8 +73,8 @@ def _unexplained(module: nn.Module, form: ModuleForm) -> str | None:
     """Name a part of the module that a form does not account for; None if there is none."""
     known = form.parts() | {"parametrizations"}
     known |= {name + suffix for name in form.tensors if name in vars(module) for suffix in _COMPUTED_FROM}
-    held = {**module._parameters, **module._modules}
-    extra = sorted(name for name, part in held.items() if part is not None and name not in known)
+    parts = {**module._parameters, **module._modules}
+    extra = sorted(name for name, part in parts.items() if part is not None and name not in known)
     numbers = {"mssa": SCALES, "ista": (*STEP_SIZES, *LAMBDAS)}.get(form.op, ())
     learned = [name for name in numbers if tensor(module, name) is not None and name not in known]
     odd = [name for name, what in form.bypassed if what == "other"]
@@ -88,8 +88,8 @@ def _unexplained(module: nn.Module, form: ModuleForm) -> str | None:
 def _attention_forms(module: nn.Module, projection: str) -> tuple[list[ModuleForm], str | None]:
     width, dim = linear_sizes(module._modules[projection])
     after = tuple(name for name in AFTER if module._modules.get(name) is not None)
-    taken = (linear_sizes(part)[1] for name in after for part in module.get_submodule(name).modules())
-    if width == 3 * next(filter(None, taken), dim):
+    inputs = (linear_sizes(part)[1] for name in after for part in module.get_submodule(name).modules())
+    if width == 3 * next(filter(None, inputs), dim):  # of the output projection
         return [], _equal_projections(module.get_submodule(projection)._parameters.get("weight")) or _ORDINARY
     if dim == 0:
         return [], f"looks like mssa, but its {projection} has no width yet: patch after a first call"
@@ -156,13 +156,13 @@ def _ista_forms(module: nn.Module) -> tuple[list[ModuleForm], str | None]:
             found.append((names, *shape))
     if not found:
         return [], None
-    given = [
+    present = [
         [n for n in names if number(module, n) or tensor(module, n) is not None] for names in (STEP_SIZES, LAMBDAS)
     ]
-    if not all(given):
-        lacking = LAMBDAS if given[0] else STEP_SIZES
+    if not all(present):
+        lacking = LAMBDAS if present[0] else STEP_SIZES
         return [], f"looks like ista, but has no number {' or '.join(lacking)}"
-    terms = given[0][0], given[1][0]
+    terms = present[0][0], present[1][0]
     labels = {name: label(module._modules[name]) for name in RELUS if name in module._modules}
     common = {
         "numbers": tuple(name for name in terms if number(module, name)),

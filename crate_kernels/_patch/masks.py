@@ -1,4 +1,4 @@
-"""Meanings of a mask given to a published attention, and the operator's options for each.
+"""Meanings of a mask passed to a published attention, and the operator's options for each.
 
 Re-implementations take different masks: over keys or over pairs of tokens, True for kept or for dropped. A probe
 tries every ``MaskMeaning``. A call whose mask has none of the proven meanings runs the published forward.
@@ -89,7 +89,7 @@ class Argument:
     Attributes:
         name: name of the argument.
         absent: True if a call without it, or with None, is the operator without a mask.
-        masks: proven meanings of a tensor given there.
+        masks: proven meanings of a tensor passed there.
     """
 
     name: str

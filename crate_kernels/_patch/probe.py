@@ -76,8 +76,8 @@ def signature(module: nn.Module) -> tuple | None:
         return None
     buffers = [None if b is None else (b.shape, b.dtype, b.cpu().numpy().tobytes()) for b in module._buffers.values()]
     shapes = [None if p is None else p.shape for p in module._parameters.values()]
-    held = (*module._parameters, *shapes, *module._buffers, *buffers, *module._modules, *children)
-    return type(module), *plain.items(), *map(type, plain.values()), *held
+    parts = (*module._parameters, *shapes, *module._buffers, *buffers, *module._modules, *children)
+    return type(module), *plain.items(), *map(type, plain.values()), *parts
 
 
 def find(module: nn.Module, forms: list[ModuleForm]) -> tuple[ModuleForm | None, str | None]:

@@ -40,8 +40,8 @@ def shadow_of(
     for name, value in vars(module).items():
         value = copy.copy(value) if isinstance(value, (dict, list, set)) else value
         state[name] = tensor(name, value) if isinstance(value, Tensor) else value
-    for kept in ("_parameters", "_buffers"):
-        state[kept] = {name: None if t is None else tensor(name, t) for name, t in state[kept].items()}
+    for group in ("_parameters", "_buffers"):
+        state[group] = {name: None if t is None else tensor(name, t) for name, t in state[group].items()}
     children = state["_modules"].items()
     state["_modules"] = {n: None if c is None else shadow_of(c, tensor, training, rates, memo) for n, c in children}
     state["training"] = training
