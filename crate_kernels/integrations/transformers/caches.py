@@ -12,7 +12,7 @@ from transformers import cache_utils
 
 
 class StateLayer(cache_utils.CacheLayerMixin):
-    """A layer that holds a cache of ours, which the first tokens allocate.
+    """A layer with one of our caches, which the first tokens allocate.
 
     Every tensor of such a cache has the batch as its first dimension, so that beam search is the same for all.
 
@@ -22,7 +22,7 @@ class StateLayer(cache_utils.CacheLayerMixin):
     Attributes:
         cache: the cache of our attention module; None before the first tokens.
         columns: tokens seen, padding included: what transformers calls the length.
-        padded: number of columns up to the last one that held padding.
+        padded: number of columns up to the last one with padding.
     """
 
     supports_early_init = False  # the sizes of a state are known to the attention module alone
@@ -64,28 +64,28 @@ class StateLayer(cache_utils.CacheLayerMixin):
         if block is None:
             raise TypeError(f"{type(self).__name__}: only the models of crate_kernels can use this cache")
         batch, new, _ = key_states.shape
-        self._make_room(block, batch, new)
+        self._allocate(block, batch, new)
         out = block(key_states, keep, self.cache)
         if keep is not None:
             self.padded = self.columns + padded
         self.columns += new
         return out, out
 
-    def _make_room(self, block: Any, batch: int, new: int) -> None:
-        """Allocate the cache."""
+    def _allocate(self, block: Any, batch: int, new: int) -> None:
+        """Allocate the cache before the first tokens; a cache that grows makes space for ``new`` more."""
         if self.cache is None:
             self.cache = block.attn.new_cache(batch, self.max_cache_len or new)
 
     def _change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor of the cache; the first call notes the device on which its block runs."""
-        held = vars(self.cache) if self.cache is not None else {}
-        for name, tensor in held.items():
+        state = vars(self.cache) if self.cache is not None else {}
+        for name, tensor in state.items():
             if isinstance(tensor, Tensor):
                 self.device = self.device or tensor.device
-                held[name] = function(tensor)
+                state[name] = function(tensor)
 
     def rows(self) -> int | Tensor:
-        """Return the number of tokens that each sequence holds without padding: one for all, or (batch,)."""
+        """Return the number of cached tokens of each sequence, without padding: one for all, or (batch,)."""
         return self.cache.lengths if self.padded else self.columns
 
     def get_seq_length(self) -> int:
@@ -122,13 +122,13 @@ class StateLayer(cache_utils.CacheLayerMixin):
 
 
 class StatsLayer(StateLayer):
-    """The running sums of a ToST layer, whose size is constant; no token can be taken out again."""
+    """The running sums of a ToST layer, of constant size. No token can be removed."""
 
     _layer_type = "token_stats"
     keys = values = None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to take tokens out of running sums."""
+        """Refuse to remove tokens, which running sums cannot do."""
         if tokens_to_remove:
             raise NotImplementedError("StatsLayer: tokens cannot be taken out of running sums; copy the cache before")
 
@@ -140,23 +140,23 @@ class SubspaceLayer(StateLayer):
     is_croppable = True
     _growing: tuple[str, ...] = ("data",)
 
-    def _make_room(self, block: Any, batch: int, new: int) -> None:
-        super()._make_room(block, batch, new)
+    def _allocate(self, block: Any, batch: int, new: int) -> None:
+        super()._allocate(block, batch, new)
         if self.max_cache_len is not None or self.columns + new <= self.cache.max_seqlen:
             return  # a cache that may not grow refuses what does not fit
         capacity = max(2 * self.cache.max_seqlen, self.columns + new)
         for name in self._growing:
-            held = getattr(self.cache, name)
-            setattr(self.cache, name, F.pad(held, (0, 0, 0, capacity - held.shape[2])))
+            stored = getattr(self.cache, name)
+            setattr(self.cache, name, F.pad(stored, (0, 0, 0, capacity - stored.shape[2])))
 
     @property
     def keys(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return the tokens held, (batch, heads, columns, head_dim); None before the first."""
+        """Return the cached tokens, (batch, heads, columns, head_dim); None before the first."""
         return None if self.cache is None else getattr(self.cache, self._growing[0])[:, :, : self.columns]
 
     @property
     def values(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return the values held; with subspace attention they are the keys."""
+        """Return the cached values; with subspace attention they are the keys."""
         return None if self.cache is None else getattr(self.cache, self._growing[-1])[:, :, : self.columns]
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -166,15 +166,17 @@ class SubspaceLayer(StateLayer):
             raise ValueError(f"{type(self).__name__}: tokens_to_remove must be at most 0, got {tokens_to_remove}")
         if not tokens_to_remove or self.cache is None:
             return
-        left = self.columns + tokens_to_remove
-        if left < self.padded:
-            raise ValueError(f"{type(self).__name__}: at least the {self.padded} padded tokens must stay, got {left}")
+        remaining = self.columns + tokens_to_remove
+        if remaining < self.padded:
+            raise ValueError(
+                f"{type(self).__name__}: at least the {self.padded} padded tokens must stay, got {remaining}"
+            )
         if self.padded:
             self.cache.truncate(self.cache.lengths + tokens_to_remove)
             self.cache.truncate(int(self.cache.lengths.max()))  # on a GPU only a number tightens the host's bound
         else:
-            self.cache.truncate(left)
-        self.columns = left
+            self.cache.truncate(remaining)
+        self.columns = remaining
 
 
 class KeyValueLayer(SubspaceLayer):
