@@ -49,7 +49,7 @@ def _dense(op: str, name: str, value: Tensor) -> None:
     op_checks.in_memory(op, name, value)
 
 
-# What others call an argument of ours, where the letters do not tell.
+# Names that other libraries have for an argument, where the letters do not tell.
 _SYNONYMS = {
     "attention_mask": ("key_padding_mask",),
     "eta": ("step_size",),
@@ -94,11 +94,11 @@ def suggesting(function: Function) -> Function:
     known = frozenset(inspect.signature(function).parameters)
 
     @functools.wraps(function)
-    def checked(*args: Any, **given: Any) -> Any:
-        for name in given:
+    def checked(*args: Any, **keywords: Any) -> Any:
+        for name in keywords:
             if name not in known:
                 no_keyword(function, {name: None})
-        return function(*args, **given)
+        return function(*args, **keywords)
 
     return checked  # pyright: ignore[reportReturnType]
 
@@ -314,9 +314,9 @@ def cache_matches(op: str, w: Tensor, sizes: tuple[int, ...], device: torch.devi
         raise ValueError(f"{op}: w must have the cache's dtype {dtype}, got {w.dtype}")
 
 
-def writable(op: str, held: Tensor) -> None:
+def writable(op: str, stored: Tensor) -> None:
     """Refuse to write a cache that was made under inference_mode outside of it, as PyTorch does."""
-    if not torch.compiler.is_compiling() and held.is_inference() and not torch.is_inference_mode_enabled():
+    if not torch.compiler.is_compiling() and stored.is_inference() and not torch.is_inference_mode_enabled():
         raise RuntimeError(
             f"{op}: cache must not have been made under torch.inference_mode() to be written outside of it; "
             "make it outside, or under torch.no_grad()"

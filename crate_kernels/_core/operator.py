@@ -99,7 +99,7 @@ def define(
     name = schema.partition("(")[0]
     parsed = torch._C.parse_schema(f"crate_kernels::{schema}")
     written = [i for i, a in enumerate(parsed.arguments) if a.alias_info is not None and a.alias_info.is_write]
-    # What a forward is given, its public function has checked; what comes later may have changed since.
+    # The public function has checked what a forward gets; what a later op gets may have changed since.
     later = [(a.name, i) for i, a in enumerate(parsed.arguments) if "Tensor" in str(a.type) and name[-4:] != "_fwd"]
     planned = _planned(parsed, planned_where)
 
@@ -281,11 +281,11 @@ def with_contiguous(body: Callable, *written: Tensor) -> Any:
     """Call ``body`` with contiguous copies of the small tensors it writes; copy back those that were not contiguous."""
     if all(map(Tensor.is_contiguous, written)):
         return body(*written)
-    given = [t.contiguous() for t in written]
-    result = body(*given)
-    for t, changed in zip(written, given, strict=True):
-        if t is not changed:
-            t.copy_(changed)
+    copies = [t.contiguous() for t in written]
+    result = body(*copies)
+    for t, copy in zip(written, copies, strict=True):
+        if t is not copy:
+            t.copy_(copy)
     return result
 
 

@@ -88,7 +88,7 @@ def pad(w: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, PackedL
 
 
 def join(parts: list[Tensor], bounds: list[int], total: int, dim: int) -> Tensor:
-    """Return the results of sequences one behind the other along ``dim``; rows that none covers are 0."""
+    """Concatenate the results of sequences along ``dim``; rows of no sequence are 0."""
     before, after = bounds[0], total - bounds[-1]
     if before or after:
         size = list(parts[0].shape)

@@ -23,7 +23,7 @@ from crate_kernels._core.recording import Recorder, Unplannable, this_thread
 from crate_kernels._native import extension
 
 _MOST_ENTRIES = 4096
-_MOST_FAILURES = 64  # kinds of tensors that left no plan of one kind of options; no more are recorded
+_MOST_FAILURES = 64  # kinds of tensors of one entry that could not be recorded; after so many, none is tried
 _MOST_TENSORS, _MOST_RESULTS = 9, 5  # of a call: kMostTensors and kMostResults of csrc/common/plan.cpp
 _numbers = itertools.count(1)
 _forgetful: list[Callable[[], None]] = []
@@ -44,13 +44,13 @@ def watch(is_watched: Callable[[], bool]) -> None:
 
 
 class Entry:
-    """The options of one kind of call, by a number that C++ knows.
+    """The plans of the calls with the same options, by a number that C++ knows.
 
     Attributes:
         number: unique.
         tensors: how many a call has.
         run: takes the call's tensors and ``number``; returns the results, None for each where no plan serves it.
-        failed: the kinds of tensors that left no plan. Of the same options, others may.
+        failed: the kinds of tensors of which no plan could be made; with the same options, others may have one.
     """
 
     __slots__ = ("failed", "number", "run", "tensors")
@@ -75,9 +75,9 @@ class Entry:
         return results
 
     def is_hopeless(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether a call on such tensors is not worth to be recorded."""
+        """Return whether no plan can serve a call on such tensors, so that recording it is in vain."""
         if len(set(map(id, tensors))) < len(tensors):
-            return True  # of a tensor that is given twice, a plan could not say which is meant
+            return True  # a plan could not tell one tensor that is passed twice from two
         if any([t._is_zerotensor() for t in tensors]):
             return True  # the dispatcher gives an op another tensor in its place, of other strides
         return bool(self.failed) and (len(self.failed) >= _MOST_FAILURES or _kind(tensors) in self.failed)
@@ -107,12 +107,12 @@ class Planned:
 
     def entry(self, args: Sequence[Any]) -> tuple[Entry | None, list[Tensor]]:
         """Return the entry of a call's options, None where no plan may serve them, and its tensors."""
-        given = [args[i] for i in self._places]
-        tensors = [t for t in given if t is not None]
+        arguments = [args[i] for i in self._places]
+        tensors = [t for t in arguments if t is not None]
         options = self._options(args)
         first = tensors[0]
-        if len(tensors) < len(given):
-            options += tuple([t is None for t in given])
+        if len(tensors) < len(arguments):
+            options += tuple([t is None for t in arguments])
         options += settings(first)
         found = self._entries.get(options)
         if found is None and options not in self._entries:
@@ -134,9 +134,9 @@ class Planned:
 
 
 def settings(first: Tensor) -> tuple[Any, ...]:
-    """Return what a call on a GPU depends on beside its arguments.
+    """Return the global settings on which a call on a GPU depends; none for other devices.
 
-    That is whether sums must have one order, and for products of float32, PyTorch's precision.
+    Whether algorithms must be deterministic and, for float32, PyTorch's precision of products.
     """
     if not first.is_cuda:
         return ()

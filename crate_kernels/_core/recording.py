@@ -150,19 +150,19 @@ class Recorder(TorchDispatchMode):
         elif name in ("aten::add", "aten::sub") and overload == "Tensor" and _are_tensors(args):
             sign = 1 if name == "aten::add" else -1
             self._step("add", *args, numbers=(sign * kwargs.get("alpha", 1),))
-            self._made(result)
+            self._add_result(result)
         elif name in ("aten::add_", "aten::sub_") and overload == "Tensor" and _are_tensors(args) and _are_alike(args):
             sign = 1 if name == "aten::add_" else -1
             self._step("add", *args, numbers=(sign * kwargs.get("alpha", 1),))
             self._replaced(result)
         elif name in ("aten::mul", "aten::mul_") and isinstance(args[1], (int, float)):
             self._step("mul", args[0], numbers=(args[1],))
-            self._replaced(result) if name == "aten::mul_" else self._made(result)
+            self._replaced(result) if name == "aten::mul_" else self._add_result(result)
         elif name == "aten::cat":
             self._cat(result, *args)
         elif (name, overload) == ("aten::sum", "dim_IntList") and len(args) == 2 and not kwargs and _is_wide(args[0]):
             self._step("sum", args[0], numbers=tuple(args[1]))
-            self._made(result)
+            self._add_result(result)
         elif name.startswith(_OURS) and not kwargs and result is None:
             self._kernel(schema, args)
         elif name == "aten::promote_types":
@@ -170,7 +170,8 @@ class Recorder(TorchDispatchMode):
         else:
             raise Unplannable(f"{name}.{overload}")
 
-    def _made(self, result: Tensor) -> None:
+    def _add_result(self, result: Tensor) -> None:
+        """Note that the last step makes a new tensor."""
         number = len(self.steps) - 1
         self.results[number] = result
         self._put(result, ("result", number), 0)
@@ -178,7 +179,7 @@ class Recorder(TorchDispatchMode):
     def _replaced(self, result: Tensor) -> None:
         """Note that a tensor is changed in place to what the last step makes."""
         made = torch.empty_like(result)
-        self._made(made)
+        self._add_result(made)
         self._step("copy", result, made)
 
     def _allocate_unless_out(self, overload: str, result: Tensor) -> None:
@@ -307,12 +308,12 @@ class _Writer:
         for number, step in enumerate(recorder.steps):
             self.steps.append(self._launch(step.launch) if step.launch is not None else self._operation(step))
             if number in recorder.results:
-                self.registers["result", number] = self._made()
+                self.registers["result", number] = self._next_register()
         last = [self._register(t) for t in results]
         steps = itertools.chain.from_iterable(self.steps)
         return [count, *words, scratch_bytes, len(self.steps), *steps, *_listed(last)]
 
-    def _made(self) -> int:
+    def _next_register(self) -> int:
         """Return the register of what the last step makes."""
         self.next += 1
         return self.next - 1
@@ -329,7 +330,7 @@ class _Writer:
         if key not in self.views:
             layout = [*_listed(tensor.shape), *_listed(tensor.stride()), offset // base.element_size()]
             self.steps.append([0, _OPERATIONS["view"], self.registers[root], *layout])
-            self.views[key] = self._made()
+            self.views[key] = self._next_register()
         return self.views[key]
 
     def _address(self, tensor: Tensor) -> tuple[int, int]:

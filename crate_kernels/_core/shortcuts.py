@@ -22,14 +22,15 @@ class _Shortcut:
     """A checked call of an op: what repeats it, and what its backward needs.
 
     Attributes:
-        owner: the Shortcuts that it is of.
-        entry: its options, for plans.
-        take: runs a plan like ``entry.run``, and returns the results that the caller takes alone.
+        owner: the ``Shortcuts`` that it belongs to.
+        entry: its plans.
+        run: runs a plan like ``entry.run``, and returns only the results that the caller uses.
         results: how many they are.
         call, tensor_options, backend: as ``autograd.save`` saves them.
         packed: place of the offsets among the call's tensors; 0 without any.
-        backwards: the options of its backward by which inputs want a gradient, which gradients are given, and settings.
-        apply: repeats the call where a gradient is wanted; None before it is first.
+        backwards: the plans of its backward, by which inputs need a gradient, which output gradients there are, and
+            settings.
+        apply: repeats the call where a gradient is wanted; None before that is first so.
     """
 
     __slots__ = (
@@ -41,7 +42,7 @@ class _Shortcut:
         "owner",
         "packed",
         "results",
-        "take",
+        "run",
         "tensor_options",
     )
 
@@ -74,8 +75,8 @@ class _Shortcut:
         return None if found[0] is None else tuple([g if need else None for g, need in zip(found, needs)])  # noqa: B905
 
 
-def _lean(shortcut: _Shortcut) -> Callable[..., Any]:
-    """Return what applies an autograd.Function of a repeated call alone: its arguments are the call's tensors.
+def _apply_to_tensors(shortcut: _Shortcut) -> Callable[..., Any]:
+    """Return the ``apply`` of an autograd.Function for one repeated call; it takes the call's tensors and no options.
 
     Twelve arguments of an autograd.Function take as long as the rest of a call. So does a result that nobody asked for.
     """
@@ -85,8 +86,8 @@ def _lean(shortcut: _Shortcut) -> Callable[..., Any]:
     whole = results == owner.results
 
     def forward(ctx: Any, *tensors: Tensor | None) -> Any:
-        given = tensors if len(tensors) == count else [t for t in tensors if t is not None]
-        outputs = run(*given, number)
+        present = tensors if len(tensors) == count else [t for t in tensors if t is not None]
+        outputs = run(*present, number)
         if (outputs[0] if type(outputs) is tuple else outputs) is None:
             raise _NoPlan
         if len(tensors) == inputs:
@@ -108,9 +109,9 @@ def _lean(shortcut: _Shortcut) -> Callable[..., Any]:
         return found if len(found) == len(needs) else found + (None,) * (len(needs) - len(found))
 
     body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    made = type(function.__name__, (torch.autograd.Function,), body)
+    repeated = type(function.__name__, (torch.autograd.Function,), body)
     # Function.apply in Python serves functorch, which is_short() leaves out.
-    return super(torch.autograd.Function, made).apply  # pyright: ignore[reportAttributeAccessIssue]
+    return super(torch.autograd.Function, repeated).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Shortcuts:
@@ -138,7 +139,7 @@ class Shortcuts:
     def repeat(self, key: tuple, *tensors: Tensor | None) -> Any:
         """Repeat a call of these options on tensors in the op's order; None where that is not possible.
 
-        Returns what ``remember`` was given for the caller.
+        Returns the results that the caller uses, their number as passed to ``remember``.
         """
         first: Any = tensors[0]
         if first.is_cuda and (more := plan.settings(first)):
@@ -156,7 +157,7 @@ class Shortcuts:
             for t in inputs:
                 if t is not None and t.requires_grad:
                     if shortcut.apply is None:
-                        shortcut.apply = _lean(shortcut)
+                        shortcut.apply = _apply_to_tensors(shortcut)
                     try:
                         return shortcut.apply(*tensors)
                     except _NoPlan:
@@ -164,7 +165,7 @@ class Shortcuts:
         entry = shortcut.entry
         if entry.tensors < len(tensors):
             tensors = tuple([t for t in tensors if t is not None])
-        found = shortcut.take(*tensors, entry.number)
+        found = shortcut.run(*tensors, entry.number)
         return None if type(found) is tuple and found[0] is None else found
 
     def draw_seed(self, key: tuple, first: Tensor) -> Tensor | None:
@@ -198,12 +199,13 @@ class Shortcuts:
             return
         if len(self._known) >= _MOST_SHORTCUTS:
             self._known.clear()
-        made = self._known[key] = _Shortcut()
-        made.owner, made.entry, made.results, made.tensor_options, made.backend = self, entry, results, names, backend
-        made.call, made.backwards = call._replace(**dict.fromkeys(names)) if names else call, {}
+        shortcut = self._known[key] = _Shortcut()
+        shortcut.owner, shortcut.entry, shortcut.results = self, entry, results
+        shortcut.tensor_options, shortcut.backend = names, backend
+        shortcut.call, shortcut.backwards = call._replace(**dict.fromkeys(names)) if names else call, {}
         fields = operator.tensor_fields(type(call))
-        made.packed = self.inputs + fields.index("cu_seqlens") if "cu_seqlens" in names else 0
-        made.take, made.apply = plan.runner(entry.tensors, results), None
+        shortcut.packed = self.inputs + fields.index("cu_seqlens") if "cu_seqlens" in names else 0
+        shortcut.run, shortcut.apply = plan.runner(entry.tensors, results), None
 
     def entry_of_backward(
         self, shortcut: _Shortcut, needs: tuple[bool, ...], grads: tuple, saved: tuple

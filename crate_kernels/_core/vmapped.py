@@ -44,8 +44,8 @@ def _element(t: Tensor, index: int) -> Tensor:
 def batched(record: Any, shared: tuple[int, ...] = ()) -> Join:
     """Return how to call an op once whose tensors and results all have a batch but those in the places ``shared``.
 
-    Packed sequences stay apart, for rows between two samples may be covered by no sequence, and so do calls with
-    dropout, whose masks depend on the place in the batch.
+    Packed sequences are called one sample after another, since rows between two samples may belong to no sequence; so
+    are calls with dropout, whose masks depend on the place in the batch.
     """
     count = len(record._fields)
 
