@@ -36,6 +36,21 @@ def launched(monkeypatch):
 
 
 @pytest.mark.usefixtures("unrepeated")
+@pytest.mark.parametrize("way", ["block", "cluster"])
+def test_a_kernel_is_compiled_for_one_kind_of_parameters(way, backend, device, monkeypatch):
+    """What the planner asks a kernel about, before a launch, is the kernel that it launches."""
+    going(device, way)
+    asked, function = [], launch.function
+    monkeypatch.setattr(
+        launch, "function", lambda kernel, on, types: asked.append((kernel, *types)) or function(kernel, on, types)
+    )
+    w = tokens(2, 3, 85, 32).requires_grad_()
+    out, _ = call(False, backend)(w, temps(3))
+    out.backward(tokens(2, 3, 85, 32, seed=1))
+    assert len({kernel for kernel, *_ in asked}) == len(set(asked)) == 2
+
+
+@pytest.mark.usefixtures("unrepeated")
 @pytest.mark.parametrize(("causal", "way", "seqlen", "forward", "backward"), LAUNCHES.values(), ids=LAUNCHES)
 def test_a_pass_takes_as_many_launches_as_its_form(causal, way, seqlen, forward, backward, backend, device, launched):
     going(device, way)
