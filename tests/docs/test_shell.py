@@ -71,7 +71,7 @@ def python(words, monkeypatch):
         return pip(words[2:])
     program, options = (pages.ROOT / words[0], words[1:]) if words[0] != "-m" else (source(words[1]), words[2:])
     text = program.read_text()
-    if "ArgumentParser(" not in text and "import main" not in text:
+    if "parse_args(" not in text and "import main" not in text:
         assert not options, f"{program} takes no options"
         return
     monkeypatch.syspath_prepend(program.parent)
