@@ -75,26 +75,27 @@ def tssa(
         w: projected tokens, (batch, nheads, seqlen, head_dim) with any strides, or packed (total, nheads, head_dim)
             with ``cu_seqlens``; floating.
         temp: temperature of each head, (nheads,) or (nheads, 1); w's dtype, or float32 beside half.
-        causal: the causal form.
-        denom_bias: (nheads, >= seqlen) or (nheads, >= seqlen, 1), causal only; dtype as ``temp``. The gradient
-            beyond the sequence is 0.
+        causal: the causal form; False by default.
+        denom_bias: (nheads, >= seqlen) or (nheads, >= seqlen, 1), causal only, none by default; dtype as ``temp``. The
+            gradient beyond the sequence is 0.
         dropout_p: probability in [0, 1) with which 1 / (1 + M) is dropped, by channel (causal: by element),
             0 by default. The seed comes from torch's generator of w's device.
-        key_padding_mask: (batch, seqlen) bool, True = keep, on w's device. Padded tokens leave the sums over tokens
-            and still get an output, so that what they hold must be finite. Where no token is left, output,
+        key_padding_mask: (batch, seqlen) bool, True = keep, on w's device; all tokens by default. The sums leave out
+            padded tokens, which still get an output: their values must be finite. Where every token is padded, output,
             membership and gradient are 0.
-        cu_seqlens: (sequences + 1,) int32 on w's device, offsets of packed sequences, which rise within 0 to total.
-            Rows that none covers get 0. Its values are checked on the CPU only.
+        cu_seqlens: (sequences + 1,) int32 on w's device, offsets of packed sequences, which rise within 0 to total;
+            None (the default) for a batch. Rows of no sequence get 0. Its values are checked on the CPU only.
         max_seqlen: length of the longest packed sequence; required with ``cu_seqlens``.
-        cache: running sums to continue; needs ``causal=True``; inference only. With ``key_padding_mask``,
-            right-padded, the lengths advance by its row sums, and padded tokens count as zeros.
-        return_membership: also return Pi.
-        backend: None picks the best available one; a name is obeyed or refused.
+        cache: running sums to continue, none by default; needs ``causal=True``; inference only. With
+            ``key_padding_mask``, right-padded, the lengths advance by its row sums, and padded tokens count as zeros.
+        return_membership: also return Pi; False by default.
+        backend: None (the default) takes the best available one; a name is obeyed or refused.
 
     Returns:
         ``out`` in w's shape and dtype, laid out so that ``out.transpose(1, 2).flatten(2)`` is a view; or
         ``(out, membership)`` with the differentiable Pi, (batch, nheads, seqlen) or (nheads, total), in float32
-        (float64 for float64 ``w``). The backward reads Pi: changing it in place, unlike ``out``, is refused there.
+        (float64 for float64 ``w``). Do not change an input or Pi in place before the backward, which reads them and
+        then raises an error; ``out`` may be changed.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -122,7 +123,7 @@ def tssa(
             seed = known.draw_seed(key, w) if dropout_p else None
             if (found := _repeat(key, w, temp, denom_bias, (key_padding_mask, cu_seqlens, seed))) is not None:
                 return found
-    given = w, temp, denom_bias
+    inputs = w, temp, denom_bias  # as they were passed
     packed = cu_seqlens is not None
     checks.tensor("tssa", "w", w, 3 if packed else 4, _PACKED_LAYOUT if packed else _LAYOUT)
     checks.flag("tssa", "causal", causal)
@@ -152,7 +153,7 @@ def tssa(
         checks.transforms("tssa", name, w, temp, denom_bias)
     if cache is not None:
         if key_padding_mask is not None:
-            # The sums take padded tokens times 0, which NaN and infinity survive, and a sum keeps them for good.
+            # Padded tokens times 0 enter the sums, which NaN and infinity would corrupt for good.
             w = w.masked_fill(~key_padding_mask[:, None, :, None], 0.0)
         state = cache._tensors()
         if name == "reference":
@@ -162,7 +163,7 @@ def tssa(
         else:
             out, membership = op.tssa_decode(w, temp, denom_bias, *state, key_padding_mask, named)
             if step is not None:
-                remember(given, cache, named, step)
+                remember(inputs, cache, named, step)
         cache._advance(w.shape[2], ragged=key_padding_mask is not None)
         return (out, membership) if return_membership else out
 
@@ -267,7 +268,7 @@ def _check_cache(
     packed: bool,
     key_padding_mask: Tensor | None,
 ) -> None:
-    """Refuse what decoding does not have, before anything is written."""
+    """Refuse arguments that decoding does not have, before anything is written."""
     if not isinstance(cache, TokenStatsCache):
         raise TypeError(f"tssa: cache must be a TokenStatsCache, got {type(cache).__name__}")
     if not causal:

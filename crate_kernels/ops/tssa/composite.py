@@ -148,7 +148,7 @@ def _scan_(x: Tensor, reverse: bool = False) -> Tensor:
 
 
 def _continue(start: Tensor, running: Tensor) -> None:
-    """Add what a cache holds to running sums, and their last to the cache, which may have more digits."""
+    """Add a cache's sums ``start`` to running sums, and these to ``start``, which may have more digits."""
     before = start.to(running.dtype, copy=True)
     start += running[:, :, -1]
     running += before.unsqueeze(2)
@@ -181,8 +181,8 @@ def _run_causal(
     membership = (temp.to(similarity.dtype)[:, None] * similarity).softmax(1)
     if mask is not None:
         # All zero before the first kept token, and with it the output and every gradient.
-        held = mask.cumsum(1) if lengths is None else lengths[:, None] + mask.cumsum(1)
-        membership = membership.masked_fill((held == 0)[:, None, :], 0.0)
+        seen = mask.cumsum(1) if lengths is None else lengths[:, None] + mask.cumsum(1)  # kept tokens so far
+        membership = membership.masked_fill((seen == 0)[:, None, :], 0.0)
     sums, masses = _running_moment(squares, membership, mask)
     if weighted is not None and mass is not None:
         _continue(weighted, sums)

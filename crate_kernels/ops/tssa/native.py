@@ -35,8 +35,8 @@ def _run_forward(
         return cuda.forward(w, temp, denom_bias, call, causal, state)
     out, membership = operator.empty_out(w), call.empty_membership(w)
     statistics = () if causal else (call.empty_channels(w), call.empty_channels(w))
-    held = state or (*(statistics or (None, None)), None, None)
-    library().tssa_fwd(causal, w, temp, denom_bias, *call, out, membership, *held)
+    extra = state or (*(statistics or (None, None)), None, None)  # of a cache, or of the full form
+    library().tssa_fwd(causal, w, temp, denom_bias, *call, out, membership, *extra)
     return out, membership, *statistics
 
 
@@ -111,8 +111,8 @@ def decode(
     if all(t.dtype == torch.float32 for t in state[:3]):
         wide = State(state.energy.double(), state.weighted.double(), state.mass.double(), state.lengths)
         result = decode(w, temp, denom_bias, wide, key_padding_mask)
-        for held, new in zip(state[:3], wide[:3], strict=True):
-            held.copy_(new)
+        for stored, new in zip(state[:3], wide[:3], strict=True):
+            stored.copy_(new)
         return result
     out, membership = _run_forward(w, temp, denom_bias, TSSACall(key_padding_mask), True, state)
     return out, membership

@@ -44,11 +44,11 @@ def _fake_decode(w: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _run_decode(w: Tensor, temp: Tensor, denom_bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Decode by the backend, on the state of a cache contiguous."""
+    """Decode by the backend, with the tensors of the cache contiguous."""
     *state, mask, backend = rest
 
-    def run(*held: Tensor) -> Any:
-        return backends.run("tssa", "decode", backend, w, w, temp, denom_bias, State(*held), mask)
+    def run(*contiguous: Tensor) -> Any:
+        return backends.run("tssa", "decode", backend, w, w, temp, denom_bias, State(*contiguous), mask)
 
     return operator.with_contiguous(run, *state)
 

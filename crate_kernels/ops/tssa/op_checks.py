@@ -25,8 +25,8 @@ def _inputs(name: str, w: Tensor, temp: Tensor, denom_bias: Tensor | None, call:
         return
     if tokens < 0:
         tokens = min(w.shape[0], 1) if call.packed else w.shape[2]
-    held = denom_bias.shape[1] if denom_bias.dim() == 2 else 0
-    _parameter(name, "denom_bias", denom_bias, w, (w.shape[1], max(held, tokens)))
+    covered = denom_bias.shape[1] if denom_bias.dim() == 2 else 0
+    _parameter(name, "denom_bias", denom_bias, w, (w.shape[1], max(covered, tokens)))
 
 
 def _rows(w: Tensor, call: TSSACall) -> tuple[torch.dtype, tuple[int, ...], torch.device]:

@@ -1,4 +1,4 @@
-"""A step with a cache that repeats the one before: its options, and tensors of the same kind, on the same cache.
+"""Repeats the previous step with a cache: the same options and the same cache, and tensors of the same kind.
 
 They were checked then, and a backend chosen: the op is called at once.
 """
@@ -15,27 +15,27 @@ from crate_kernels._core import autograd, operator
 from crate_kernels.ops.tssa.cache import RepeatableTSSA, TokenStatsCache
 from crate_kernels.ops.tssa.op import tssa_decode
 
-Given = tuple[Tensor, Tensor, Tensor | None]  # tokens, temperature, bias
+StepInputs = tuple[Tensor, Tensor, Tensor | None]  # tokens, temperature, bias
 
 
-def remember(given: Given, cache: TokenStatsCache, backend: str, options: tuple[Any, ...]) -> None:
-    """Keep a step without a mask that succeeded: the values of a mask are checked each time."""
+def remember(inputs: StepInputs, cache: TokenStatsCache, backend: str, options: tuple[Any, ...]) -> None:
+    """Note a step without a mask that succeeded, for ``repeat``: the values of a mask are checked each time."""
     cache._last, state = None, cache._tensors()
-    if not torch.compiler.is_compiling() and _is_plain(given, state):
-        cache._last = RepeatableTSSA(options, _kinds((*given, *state)), state, backend)
+    if not torch.compiler.is_compiling() and _is_plain(inputs, state):
+        cache._last = RepeatableTSSA(options, _kinds((*inputs, *state)), state, backend)
 
 
 def repeat(
     w: Tensor, temp: Tensor, denom_bias: Tensor | None, cache: TokenStatsCache, options: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor] | None:
-    """Run a step that repeats the one before; None if this one does not, and then nothing has been done."""
+    """Run a step that repeats the previous one; return None, having done nothing, if this one does not."""
     # What torch.compile traces must not depend on what ran before.
     if torch.compiler.is_compiling() or type(cache) is not TokenStatsCache or (last := cache._last) is None:
         return None
-    given, state = (w, temp, denom_bias), cache._tensors()
-    if not (all(map(is_, options, last.options)) and all(map(is_, state, last.state)) and _is_plain(given, state)):
+    inputs, state = (w, temp, denom_bias), cache._tensors()
+    if not (all(map(is_, options, last.options)) and all(map(is_, state, last.state)) and _is_plain(inputs, state)):
         return None
-    if _kinds((*given, *state)) != last.kinds:
+    if _kinds((*inputs, *state)) != last.kinds:
         return None
     if temp.dim() == 2:
         temp = temp.squeeze(1)
@@ -52,9 +52,9 @@ def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     return tuple([None if t is None else (t.shape, t.dtype, t.device) for t in tensors])
 
 
-def _is_plain(given: Given, state: Any) -> bool:
+def _is_plain(inputs: StepInputs, state: Any) -> bool:
     """Return whether nothing but the kernel has to see a step: no mode, no subclass, no derivative."""
-    if not operator.is_short((*given, *state)) or autograd.needs_grad(*given):
+    if not operator.is_short((*inputs, *state)) or autograd.needs_grad(*inputs):
         return False
-    nested = any([t is not None and t.is_nested for t in given])
+    nested = any([t is not None and t.is_nested for t in inputs])
     return not nested and (not state.energy.is_inference() or torch.is_inference_mode_enabled())

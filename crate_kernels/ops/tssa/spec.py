@@ -1,4 +1,4 @@
-"""What tests, ``verify`` and benchmarks need to know of token-statistics attention."""
+"""Token-statistics attention for tests, ``verify`` and benchmarks."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def _stats_step(step: TimedStep, provider: str, past: Tensor, new: Tensor) -> St
 
     def rewind() -> tuple[()]:
         # In place: a CUDA graph reads and writes what it was captured with.
-        for held, before in zip(cache._tensors(), state._tensors(), strict=True):
-            held.copy_(before)
+        for current, before in zip(cache._tensors(), state._tensors(), strict=True):
+            current.copy_(before)
         cache._bound = state._bound
         return ()
 
