@@ -29,7 +29,7 @@ _DBIAS_THREADS = 256
 
 
 class _PassLaunch(NamedTuple):
-    """A launch."""
+    """One launch of a pass."""
 
     kernel: Kernel
     shape: Shape
@@ -48,7 +48,7 @@ def _run(steps: list[_PassLaunch], device: torch.device) -> None:
 def _scan(
     p: TssaProblem, sums: Tensor | None, scan: int, channels: Tensor | None = None, by_head: Tensor | None = None
 ):
-    """Replace the sums of every chunk; ``channels`` and ``by_head`` are before the first, and become the totals."""
+    """Scan the chunks' sums in place, from ``channels`` and ``by_head`` on, which become the totals; from 0 without."""
     assert sums is not None
     size = sums.shape[-1]
     a = TssaSums(sums=sums, nchunks=p.nchunks, size=size, scan=scan, channels=channels, by_head=by_head, heads=p.nheads)
@@ -99,8 +99,8 @@ def _causal_forward(
     members = members._replace(shape=Shape(blocks, form.threads, form.shared_bytes))
     if not form.cuts:
         return [members]
-    held = (None, None, None) if state is None else state[:3]
-    scans = _scan(p, sums[0], _BEFORE, held[0]), _scan(p, sums[1], _BEFORE, *held[1:])
+    initial = (None, None, None) if state is None else state[:3]
+    scans = _scan(p, sums[0], _BEFORE, initial[0]), _scan(p, sums[1], _BEFORE, *initial[1:])
     return [energy, scans[0], members, scans[1], output]
 
 
@@ -126,8 +126,8 @@ def forward(
     """Return out, membership and, of the full form, energy and moment. ``state`` is advanced."""
     if state is not None:
         op_checks.decode(w, temp, denom_bias, state, call.key_padding_mask)
-        for name, held in state._asdict().items():
-            contiguous("tssa", f"cache.{name}", held)
+        for name, tensor in state._asdict().items():
+            contiguous("tssa", f"cache.{name}", tensor)
     else:
         op_checks.forward_causal(w, temp, denom_bias, call)
     p, form = choose(w, None, call, causal, decoding=state is not None)

@@ -47,9 +47,9 @@ def _tssa_causal_dbias_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Sum dlogit over ``share`` sequences, BLOCK_N positions per program; given ``temp``, make ddenom_bias.
+    """Sum dlogit over ``share`` sequences, BLOCK_N positions per program; with ``temp``, write ddenom_bias.
 
-    Given the bias, make dtemp too. The bias is read as far as the longest of the ``nlengths`` sequences of
+    With the bias, write dtemp too. The bias is read as far as the longest of the ``nlengths`` sequences of
     ``lengths_ptr``: behind it, it may be -inf, and no gradient times that is NaN.
     BY_FOUR: ``seqlen`` and both strides are multiples of 4, so that a thread has four neighbouring tokens.
     """
@@ -106,8 +106,8 @@ def through_bias(
     if nparts > 1:
         parts = gradient.new_empty(nparts, heads, seqlen)
         share = -(-sizes.nsequences // nparts)
-        given = {"temp_ptr": None, "bias_ptr": None, "dbias_ptr": parts, "share": share}
-        launch.run(_tssa_causal_dbias_kernel, nblocks * nparts, **arguments, **given)
+        own = {"temp_ptr": None, "bias_ptr": None, "dbias_ptr": parts, "share": share}
+        launch.run(_tssa_causal_dbias_kernel, nblocks * nparts, **arguments, **own)
         arguments |= {"dlogit_ptr": parts, "cu_seqlens_ptr": None, "nsequences": nparts}
         arguments |= {"stride_pb": heads * seqlen, "stride_ph": seqlen, "BY_FOUR": seqlen % 4 == 0}
     launch.run(

@@ -146,7 +146,7 @@ def run_full(kernel: Any, table: Table, steps: tuple[str, ...], sizes: TokenSize
 
 
 def lanes_of(sizes: TokenSizes) -> int:
-    """Return the threads of a warp."""
+    """Return the threads of a warp: 64 on AMD, else 32."""
     return 64 if launch.arch(sizes.device).startswith("gfx") else 32
 
 
@@ -170,17 +170,17 @@ def head_groups(table: Table, sizes: TokenSizes) -> dict[str, Any]:
     config = table.config(sizes.device, sizes.width, sizes.seqlen, True, sizes.dtype)
     lanes = lanes_of(sizes)
     channels = power_of_two(sizes.head_dim)
-    most = max(config["LANE"] * lanes // channels, 1)
+    max_heads = max(config["LANE"] * lanes // channels, 1)
     heads = sizes.nheads
-    if heads > most:
-        heads = next(h for h in (1 << k for k in range(30, -1, -1)) if h <= most and sizes.nheads % h == 0)
+    if heads > max_heads:
+        heads = next(h for h in (1 << k for k in range(30, -1, -1)) if h <= max_heads and sizes.nheads % h == 0)
     warps, padded = power_of_two(-(-heads * channels * sizes.dtype.itemsize // (lanes * 16))), power_of_two(heads)
     dims = sizes.dims(heads, padded, max(channels, lanes // padded))
     return {"ngroups": max(sizes.nheads, 1) // max(heads, 1), "DIMS": dims, "num_warps": min(warps, 512 // lanes)}
 
 
 # Tokens that one program adds up one after the other: each addition rounds, and the error grows with their number.
-_LONGEST = 1024
+_MAX_CHUNK = 1024
 
 
 def causal_tile(table: Table, sizes: TokenSizes, alone: bool = False) -> tuple[dict[str, Any], int]:
@@ -193,7 +193,7 @@ def causal_tile(table: Table, sizes: TokenSizes, alone: bool = False) -> tuple[d
     warps = warps_of(sizes, config["LANE"])
     chunk = config["CHUNK"]
     if alone and sizes.nsequences * warps >= 16 * launch.multiprocessors(sizes.device):
-        chunk = min(max(sizes.seqlen, 1), _LONGEST)
+        chunk = min(max(sizes.seqlen, 1), _MAX_CHUNK)
     nchunks = max(1, -(-sizes.seqlen // max(chunk, 1)))
     dims = sizes.dims(sizes.nheads, heads, channels)
     tile = {"BLOCK_N": min(config["TOKENS"], power_of_two(sizes.seqlen)), "DIMS": dims}
@@ -202,14 +202,14 @@ def causal_tile(table: Table, sizes: TokenSizes, alone: bool = False) -> tuple[d
 
 
 # Elements per tile: Triton passes up to 10 bytes of each through shared memory, of which sm_89 has 99 KB.
-_LARGEST = 8192
+_MAX_TILE = 8192
 
 
 def run_causal(kernel: Any, sizes: TokenSizes, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     """Launch the forward in one go, or by chunks; return the sums over all of these."""
     tile, nchunks = causal_tile(CAUSAL_FORWARD, sizes, alone=True)
     dims = tile["DIMS"]
-    tile["BLOCK_N"] = min(tile["BLOCK_N"], max(_LARGEST // (dims.BLOCK_H * dims.BLOCK_D), 1))
+    tile["BLOCK_N"] = min(tile["BLOCK_N"], max(_MAX_TILE // (dims.BLOCK_H * dims.BLOCK_D), 1))
     arguments |= {**tile, "sums": ChunkSums()}
     steps = ("ENERGY", "MEMBERS", "OUTPUT")
     with launch.guard(sizes.device):

@@ -38,7 +38,7 @@ class TokenDims(NamedTuple):
 
 
 class Masking(NamedTuple):
-    """What cuts, masks and drops tokens of a call, of what Triton may specialise on."""
+    """The tensors that pack, mask and drop tokens of a call, and numbers that Triton may specialise on."""
 
     cu_seqlens_ptr: Any
     mask_ptr: Any
@@ -140,7 +140,7 @@ def _token_places(at, rows, DIMS: tl.constexpr):
 
 @triton.jit
 def _tokens_exist(there, DIMS: tl.constexpr):
-    """Return which of a tile's elements exist, given which tokens do."""
+    """Return which elements of a tile exist, (BLOCK_N, BLOCK_H, BLOCK_D), of the tokens that are ``there``."""
     channels = (heads_of(DIMS) < DIMS.NHEADS)[:, None] & (channels_of(DIMS) < DIMS.HEAD_DIM)[None, :]
     return there[:, None, None] & channels[None, :, :]
 
@@ -314,16 +314,16 @@ def store_heads(ptr, value, DIMS: tl.constexpr):
 @triton.jit
 def add_channels(ptr, value, DIMS: tl.constexpr):
     """Add to what ``load_channels`` loads, in its dtype."""
-    held = load_channels(ptr, DIMS)
-    store_channels(ptr, held + value.to(held.dtype), DIMS)
+    old = load_channels(ptr, DIMS)  # (BLOCK_H, BLOCK_D)
+    store_channels(ptr, old + value.to(old.dtype), DIMS)
 
 
 @triton.jit
 def add_heads(ptr, value, DIMS: tl.constexpr):
     """Add to a contiguous (NHEADS,), in its dtype."""
     heads = heads_of(DIMS)
-    held = tl.load(ptr + heads, mask=heads < DIMS.NHEADS, other=0.0)
-    store_heads(ptr, held + value.to(held.dtype), DIMS)
+    old = tl.load(ptr + heads, mask=heads < DIMS.NHEADS, other=0.0)  # (BLOCK_H,)
+    store_heads(ptr, old + value.to(old.dtype), DIMS)
 
 
 @triton.jit
