@@ -70,9 +70,9 @@ class TiedISTA(nn.Module):
     Args:
         dim: width of a token.
         hidden: number of atoms.
-        steps: number of proximal steps.
-        step_size: default 0.1.
-        lambd: default 0.1.
+        steps: number of proximal steps; default 2.
+        step_size: size of the gradient steps; default 0.1.
+        lambd: weight of the l1 norm; default 0.1.
         backend: as in ``crate_kernels.ista_overcomplete``; default None, the best available.
     """
 

@@ -43,10 +43,10 @@ def split_local(owner: str, projected: Tensor, head_dim: int) -> Tensor:
     return projected.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
 
-def refuse_replayed(owner: str, layer: nn.Module, **given: Any) -> None:
+def refuse_replayed(owner: str, layer: nn.Module, **arguments: Any) -> None:
     """Refuse what opacus loses: it runs a layer with parameters of its own again, on the first argument alone."""
     if "ft_compute_sample_grad" in vars(layer):
-        for name, value in given.items():
+        for name, value in arguments.items():
             if value is not None:
                 raise NotImplementedError(
                     f"{owner}: {name} must be None under opacus, got a {type(value).__name__}: it runs the layer again "
@@ -92,7 +92,7 @@ def check_dropout(owner: str, rate: float, w: Tensor, heads: int) -> float:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Say if a tensor is a DTensor, of which this process holds a part."""
+    """Say if a tensor is a DTensor, of which this process has a part."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -174,7 +174,7 @@ def merge(out: Tensor) -> Tensor:
 
 
 def kind(projection: Any) -> tuple[torch.dtype, torch.device]:
-    """Return the dtype, outside autocast, and the device of what a projection makes of tokens."""
+    """Return the dtype, outside autocast, and the device of a projection's output."""
     weight = projection.weight
     if not isinstance(weight, Tensor) or not weight.is_floating_point():  # quantised
         place = getattr(weight, "device", None)

@@ -94,7 +94,7 @@ autograd.differentiate(_forward_op, _LinearFunction)
 
 
 def linear(layer: Any, x: Tensor, backend: str | None) -> Tensor:
-    """Return ``layer(x)``; of a plain ``nn.Linear`` on a CPU by the faster product, and in 16 bits the faster dtype's.
+    """Return ``layer(x)``; a plain ``nn.Linear`` on a CPU takes the faster product, and in 16 bits the faster dtype.
 
     A layer of another type, or one that hooks watch, is called as it is: tools that look for ``nn.Linear`` by its exact
     type find it, and what they put in its place runs.
@@ -104,7 +104,7 @@ def linear(layer: Any, x: Tensor, backend: str | None) -> Tensor:
         x: (..., in_features).
         backend: None or "cpp" for the faster product.
     """
-    if type(layer) is nn.Linear and _pays(layer, x, backend):
+    if type(layer) is nn.Linear and _takes_other_product(layer, x, backend):
         weight, bias = layer.weight, layer.bias
         if autograd.needs_grad(x, weight, bias):
             return autograd.apply(_LinearFunction, x, weight, bias)
@@ -134,8 +134,8 @@ def _is_unwatched(layer: nn.Module) -> bool:
     )
 
 
-def _pays(layer: nn.Linear, x: Tensor, backend: str | None) -> bool:
-    """Return whether the other product is possible and pays."""
+def _takes_other_product(layer: nn.Linear, x: Tensor, backend: str | None) -> bool:
+    """Return whether the product of ``_core/products.py`` can serve this call and is faster."""
     if not isinstance(x, Tensor) or not x.is_cpu or backend not in _OURS:  # torch.fx passes a proxy
         return False
     compiling = torch.compiler.is_compiling()

@@ -26,16 +26,16 @@ class MSSA(nn.Module):
 
     Args:
         dim: width of a token.
-        heads: number of subspaces.
-        dim_head: dimension of a subspace.
+        heads: number of subspaces; default 8.
+        dim_head: dimension of a subspace; default 64.
         dropout: rate on the attention probabilities and on the output; default 0.
         scale: factor of the scores; default ``dim_head ** -0.5``, 1 when tied.
-        bias_out: give the output projection a bias; True in CRATE, False in CRATE-alpha.
-        tied: use the transpose of the input projection as the output projection.
+        bias_out: give the output projection a bias; default True, as in CRATE; False in CRATE-alpha.
+        tied: use the transpose of the input projection as the output projection; default False.
         gamma: the factor p / (N eps^2) of the tied form; default 1, which is eps^2 = p / N.
         phi: function from scores to weights, as in ``crate_kernels.mssa``; default ``"softmax"``.
-        threshold: the threshold for ``phi="threshold"``.
-        causal: a token attends only to itself and earlier ones; needed for a cache.
+        threshold: the threshold for ``phi="threshold"``; default none.
+        causal: a token attends only to itself and earlier ones; needed for a cache; default False.
         data_format: ``"channels_last"``: tokens (batch, seqlen, dim); ``"channels_first"``: feature maps (batch, dim,
             height, width), whose pixels are the tokens. Default ``"channels_last"``.
         backend: as in ``crate_kernels.mssa``; default None, the best available.
@@ -113,8 +113,9 @@ class MSSA(nn.Module):
         Args:
             x: (batch, seqlen, dim) tokens; (batch, dim, height, width) with ``data_format="channels_first"``, a view in
                 channels-last memory and else a copy.
-            return_attention: return the weights (batch, heads, seqlen, seqlen) instead, computed naively.
-            return_key: return the projection ``qkv(x)`` (batch, seqlen, heads * dim_head) instead.
+            return_attention: return the weights (batch, heads, seqlen, seqlen) instead, without the fused operator;
+                default False.
+            return_key: return the projection ``qkv(x)`` (batch, seqlen, heads * dim_head) instead; default False.
             key_padding_mask: (batch, seqlen) bool, True = keep; default all. Of a map, (batch, height, width).
             cache: a ``SubspaceCache`` to append to and attend over; default none.
             cu_seqlens: (sequences + 1,) int32, offsets of sequences that follow each other in the one row of x: each
@@ -194,11 +195,11 @@ class TSSA(nn.Module):
 
     Args:
         dim: width of a token, a multiple of ``num_heads``.
-        num_heads: number of subspaces.
+        num_heads: number of subspaces; default 8.
         qkv_bias: give the projection a bias; default False, True in every published model.
         qk_scale: unused, as in the published class: there are no scores to scale.
-        attn_drop: dropout rate on ``1 / (1 + M)``, one draw per channel.
-        proj_drop: dropout rate on the output.
+        attn_drop: dropout rate on ``1 / (1 + M)``, one draw per channel; default 0.
+        proj_drop: dropout rate on the output; default 0.
         data_format: ``"channels_last"``: tokens (batch, seqlen, dim); ``"channels_first"``: feature maps (batch, dim,
             height, width), whose pixels are the tokens. Default ``"channels_last"``.
         backend: as in ``crate_kernels.tssa``; default None, the best available.
@@ -244,7 +245,7 @@ class TSSA(nn.Module):
         Args:
             x: (batch, seqlen, dim) tokens; (batch, dim, height, width) with ``data_format="channels_first"``, a view in
                 channels-last memory and else a copy.
-            key_padding_mask: (batch, seqlen) bool, True = keep: the others are left out of the token sums; default all.
+            key_padding_mask: (batch, seqlen) bool, True = keep; the token sums leave out the others; default all.
                 Of a map, (batch, height, width).
 
         Returns:

@@ -138,10 +138,10 @@ class ISTA(nn.Module):
 
     def _step(self, x: Tensor) -> Tensor:
         if self.prox == "mm":
-            grown = 1.0 + 4.0 / (9.0 * (1.0 + self.alpha))
+            factor = 1.0 + 4.0 / (9.0 * (1.0 + self.alpha))
             checks.tensor("ISTA", "x", x, None, "(..., dim)")
-            moved = grown * (x @ self.weight) - 4.0 * self.lambd / (9.0 * self.alpha)
-            return torch.relu(moved if self.bias is None else moved + self.bias)
+            update = factor * (x @ self.weight) - 4.0 * self.lambd / (9.0 * self.alpha)
+            return torch.relu(update if self.bias is None else update + self.bias)
         options = {"step_size": self.step_size, "lambd": self.lambd, "bias": self.bias, "backend": self.backend}
         return ista(x, self.weight, nonnegative=self.prox == "nonnegative", **options)
 
@@ -164,8 +164,8 @@ class OvercompleteISTA(nn.Module):
         hidden: number of atoms; default ``4 * dim``.
         steps: number of proximal steps; default 2.
         tied: use ``D`` itself as the decoder; default False.
-        step_size: default 0.1.
-        lambd: default 0.1.
+        step_size: size of the gradient steps; default 0.1.
+        lambd: weight of the l1 norm; default 0.1.
         learned: names among ``"step_size"``, ``"lambd"`` and ``"bias"`` that are parameters; default none.
         per_channel: give those learned (hidden,) numbers each, instead of one; default False.
         data_format: ``"channels_last"``: tokens (..., dim); ``"channels_first"``: feature maps (batch, dim,

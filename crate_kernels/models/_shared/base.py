@@ -49,12 +49,12 @@ class ReferenceModel(pretrained.Configured):
             Two dicts of ``params`` and ``weight_decay``, as ``torch.optim`` takes them.
         """
         weight_decay = checks.number(self._name, "weight_decay", weight_decay, minimum=0.0)
-        kept = self.no_weight_decay()
+        undecayed = self.no_weight_decay()
         decayed, plain = [], []
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
                 vector = parameter.dim() < 2 and not self.decays_vectors
-                (plain if vector or name in kept else decayed).append(parameter)
+                (plain if vector or name in undecayed else decayed).append(parameter)
         return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
 
     def save_pretrained(

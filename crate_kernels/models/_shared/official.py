@@ -20,7 +20,7 @@ _NESTS = ("state_dict", "model", "teacher", "model_ema", "state_dict_ema")
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 _BACKBONE = "backbone."  # of a larger model, whose other parts have other names
 
-_MOST_LISTED = 8
+_MAX_LISTED = 8
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -174,7 +174,7 @@ def without(weights: Mapping[str, Any], dropped: Callable[[str], bool], what: st
     names = [name for name in weights if dropped(name)]
     if names:
         alike = list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in names))
-        listed = ", ".join(alike[:_MOST_LISTED]) + (", ..." if len(alike) > _MOST_LISTED else "")
+        listed = ", ".join(alike[:_MAX_LISTED]) + (", ..." if len(alike) > _MAX_LISTED else "")
         say(f"left out {len(names)} weights of the checkpoint, {what}: {listed}")
     return {name: weight for name, weight in weights.items() if name not in set(names)}
 
@@ -213,9 +213,9 @@ def _resize(name: str, model: Any, image_size: Any) -> None:
     """Change the size of a model's images, and say what became of its positions."""
     if not hasattr(model, "set_input_size"):
         raise ValueError(f"from_official: image_size must be None for {name}, which has no images")
-    old, held = model.grid, model.state_dict(keep_vars=True)
+    old, tensors = model.grid, model.state_dict(keep_vars=True)
     model.set_input_size(image_size)
-    resized = [name for name, t in model.state_dict(keep_vars=True).items() if t is not held[name]]
+    resized = [name for name, t in model.state_dict(keep_vars=True).items() if t is not tensors[name]]
     if resized:
         before, after = (" x ".join(map(str, grid)) for grid in (old, model.grid))
         verb = "is" if len(resized) == 1 else "are"
@@ -223,7 +223,7 @@ def _resize(name: str, model: Any, image_size: Any) -> None:
 
 
 def same(value: Tensor, other: Any) -> bool:
-    """Say if two entries of a checkpoint are equal; of meta tensors, which hold nothing, if both are."""
+    """Say if two entries of a checkpoint are equal; of meta tensors, which have no values, if both are."""
     if value is other or not isinstance(other, Tensor):
         return value is other
     if value.is_meta or other.is_meta:
