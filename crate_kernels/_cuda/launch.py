@@ -125,19 +125,19 @@ def run(kernel: Kernel, shape: Shape, parameters: Sequence[Parameter], device: t
         raise ValueError(f"{kernel.name}: a grid has at most {_MOST_BLOCKS} blocks, in whole clusters, not {shape}")
     if shape.blocks == 0:
         return
-    given = records.packed(parameters)
+    structs = records.packed(parameters)
     found = function(kernel, device, records.records(parameters))
-    sizes = tuple(len(each.content) for each in given)
+    sizes = tuple(len(each.content) for each in structs)
     if found.sizes is not None and sizes != found.sizes:
         raise ValueError(f"{kernel.name} takes parameters of {found.sizes} bytes, its planner gives {sizes}")
     recorder = recording.recorder()
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    gpu(device).launch(found, shape, [each.content for each in given], stream)
+    gpu(device).launch(found, shape, [each.content for each in structs], stream)
     if recorder is not None:
-        recorder.launched(lambda: _describe(found, shape, given))
+        recorder.launched(lambda: _describe(found, shape, structs))
 
 
-def _describe(function: Function, shape: Shape, given: Sequence[launches.Struct]) -> launches.Launch:
+def _describe(function: Function, shape: Shape, structs: Sequence[launches.Struct]) -> launches.Launch:
     """Return a launch as plans repeat it."""
     return launches.Launch(
         function=function.handle,
@@ -147,7 +147,7 @@ def _describe(function: Function, shape: Shape, given: Sequence[launches.Struct]
         ctas=shape.cluster,
         cooperative=shape.cooperative,
         serialized=False,
-        parameters=given,
+        parameters=structs,
         owner=function,
     )
 

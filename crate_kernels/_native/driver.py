@@ -73,16 +73,16 @@ class Function:
 def config_of(shape: Shape, stream: int = 0) -> _Config:
     """Return a launch as the driver, and its stand-ins, take it."""
     config = _Config((shape.blocks, 1, 1), (shape.threads, 1, 1), shape.shared_bytes, stream or None, None, 0)
-    given: list[tuple[int, tuple[int, ...]]] = []
+    chosen: list[tuple[int, tuple[int, ...]]] = []
     if shape.cooperative:
-        given.append((_COOPERATIVE, (1,)))
+        chosen.append((_COOPERATIVE, (1,)))
     if shape.cluster > 1:
-        given += [(_CLUSTER_SCHEDULE, (_SPREAD,)), (_CLUSTER_SIZE, (shape.cluster, 1, 1))]
-    if given:
-        attributes = (_Attribute * len(given))()
-        for attribute, (number, value) in zip(attributes, given, strict=True):
+        chosen += [(_CLUSTER_SCHEDULE, (_SPREAD,)), (_CLUSTER_SIZE, (shape.cluster, 1, 1))]
+    if chosen:
+        attributes = (_Attribute * len(chosen))()
+        for attribute, (number, value) in zip(attributes, chosen, strict=True):
             attribute.id, attribute.value[: len(value)] = number, value
-        config.attributes, config.count = attributes, len(given)
+        config.attributes, config.count = attributes, len(chosen)
     return config
 
 

@@ -32,7 +32,7 @@ class Compiled(NamedTuple):
     Attributes:
         binary: a cubin; PTX, for a virtual architecture.
         names: the name in the binary of each name expression that was asked for.
-        said: its warnings, and the assembler's report where an option asks for one.
+        said: NVRTC's warnings, and the assembler's report where an option asks for one.
     """
 
     binary: bytes
@@ -62,7 +62,7 @@ class Nvrtc:
         That is the GPU's own; for a newer one than NVRTC knows, the newest virtual one, which the driver translates.
 
         Raises:
-            Refused: the GPU is older than all that NVRTC knows.
+            NotCompiled: the GPU is older than all that NVRTC knows.
         """
         if capability in self.architectures:
             return f"sm_{capability}a" if capability == 90 else f"sm_{capability}"  # wgmma is in 90a alone
@@ -83,7 +83,7 @@ class Nvrtc:
         """Compile a source; ``headers`` by the names that it includes them by, ``names`` are C++ of its kernels.
 
         Raises:
-            Refused: the source has an error, or NVRTC fails.
+            NotCompiled: the source has an error, or NVRTC fails.
         """
         headers = headers or {}
         texts = (c_char_p * len(headers))(*(text.encode() for text in headers.values()))
