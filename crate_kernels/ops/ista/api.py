@@ -37,18 +37,18 @@ def ista(
     Args:
         x: tokens, (..., dim), floating.
         weight: dictionary, (dim, dim), x's dtype, or float32 beside half-precision ``x``; under autocast also half
-            beside float32 or the other half, taken as float32.
+            beside float32 or the other half, converted to float32.
         step_size: step of the gradient descent, non-negative, 0.1 by default; or a tensor () or (dim,), of any sign.
         lambd: weight of the sparsity penalty, non-negative, 0.1 by default; or a tensor () or (dim,), of any sign.
         bias: () or (dim,), added before the threshold is applied; None (the default) adds nothing.
         nonnegative: True (the default) thresholds with ReLU; False with the two-sided soft threshold of CRATE
             Eq. 116-117, ``sign(v) max(|v| - step_size * lambd, 0)``.
-        backend: None picks the best available one; a name is obeyed or refused.
+        backend: None (the default) takes the best available one; a name is obeyed or refused.
 
     Returns:
         (..., dim) in x's dtype. Under autocast float32 ``x`` stays the residual and only the products run in
-        the autocast dtype; ``W - W^T W`` is formed from the weight as given and rounded once. The backward reads the
-        output, as that of ReLU does: changing it in place is refused there.
+        the autocast dtype; ``W - W^T W`` is formed from the weight as passed and rounded once. Do not change
+        ``x``, ``weight`` or the output in place before the backward, which reads them.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -69,7 +69,7 @@ def ista(
     weight = _dictionary("ista", x, weight, "(dim, dim)")
     if weight.shape[0] != weight.shape[1]:
         raise ValueError(f"ista: weight must be (dim, dim), got {tuple(weight.shape)}")
-    if learned.are(step_size, lambd, bias):
+    if learned.takes(step_size, lambd, bias):
         checks.flag("ista", "nonnegative", nonnegative)
         terms = learned.check(
             "ista", x, ("dim", weight.shape[0]), learned.LearnedTerms(step_size, lambd, bias), backend
@@ -111,16 +111,17 @@ def ista_overcomplete(
     Args:
         x: tokens, (..., dim), floating.
         weight: dictionary D, (dim, hidden), x's dtype, or float32 beside half-precision ``x``; under autocast also
-            half beside float32 or the other half, taken as float32.
+            half beside float32 or the other half, converted to float32.
         decoder: D1, (dim, hidden), weight's dtype; None (the default) ties it to ``weight``.
         step_size: step of the gradient descent, non-negative, 0.1 by default; or a tensor () or (hidden,).
         lambd: weight of the sparsity penalty, non-negative, 0.1 by default; or a tensor () or (hidden,).
         bias: () or (hidden,), added before each threshold; None (the default) adds nothing.
         steps: number of proximal steps, at least 1, 2 by default.
-        backend: None picks the best available one; a name is obeyed or refused.
+        backend: None (the default) takes the best available one; a name is obeyed or refused.
 
     Returns:
-        (..., dim) in x's dtype; under autocast everything runs in the autocast dtype in between.
+        (..., dim) in x's dtype; under autocast everything runs in the autocast dtype in between. Do not change an input
+        in place before the backward, which reads them.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -141,7 +142,7 @@ def ista_overcomplete(
         options = step_size, lambd, steps, backend
         fastest = None if backend is not None else _fastest("ista_overcomplete", x, weight, decoder)
         operand, keep = _operand(x), autograd.needs_grad(x, weight, decoder)
-        # A half dictionary beside other tokens is taken as float32.
+        # A half dictionary beside other tokens is converted to float32.
         kind = x.dtype, operand.dtype, weight.dtype, decoder is None, keep
         key = (*kind, fastest, *options, *map(type, options))  # types, for True is 1
         if (found := op.overcomplete_shortcuts.repeat(key, operand, weight, decoder)) is not None:
@@ -155,7 +156,7 @@ def ista_overcomplete(
             raise ValueError(f"ista_overcomplete: decoder must be {weight.dtype} as weight, got {decoder.dtype}")
         decoder = decoder.to(dictionary.dtype)
     checks.integer("ista_overcomplete", "steps", steps, minimum=1)
-    if learned.are(step_size, lambd, bias):
+    if learned.takes(step_size, lambd, bias):
         width, terms = ("hidden", weight.shape[1]), learned.LearnedTerms(step_size, lambd, bias)
         terms = learned.check("ista_overcomplete", x, width, terms, backend)
         return learned.ista_overcomplete(x, dictionary, decoder, terms, steps, _compute_dtype(x))

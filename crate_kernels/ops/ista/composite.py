@@ -17,7 +17,7 @@ from torch import Tensor
 from crate_kernels._core import products
 from crate_kernels.ops.ista import steps
 
-_MOST_BIAS = 2**-8  # of the largest number: added to a product, a larger threshold may leave the dtype
+_MAX_BIAS = 2**-8  # of the largest number: added to a product, a larger threshold may leave the dtype
 _TERM_BY_TERM = 3  # rows up to which MKL adds to addmm's input term by term, and rounds at its size each time
 
 
@@ -31,7 +31,7 @@ class _CompositeEngine(steps.Engine):
         if not call.nonnegative:
             assert base is not None
             return F.softshrink(_add(base, left @ right, call.step_size), threshold)
-        if call.lambd > _MOST_BIAS * torch.finfo(right.dtype).max:
+        if call.lambd > _MAX_BIAS * torch.finfo(right.dtype).max:
             update = left @ right if base is None else _add(base, left @ right, call.step_size, out)
             update = torch.mul(update, call.step_size, out=out) if base is None else update
             return update.sub_(threshold).relu_()

@@ -66,18 +66,18 @@ def update(terms: UpdateTerms, threshold: float, nonnegative: bool, out: Tensor)
     if terms.gate is None and terms.gated is not None:
         raise ValueError("ista: gate must be given where something is gated")
     tensors = {"product": terms.product, "base": terms.base, "gated": terms.gated, "gate": terms.gate, "out": out}
-    there = {name: t for name, t in tensors.items() if t is not None}
+    present = {name: t for name, t in tensors.items() if t is not None}
     numel = out.numel()
-    for name, t in there.items():
+    for name, t in present.items():
         op_checks.elements("ista", name, t, numel, out.device)
     parameters = IstaUpdate(
-        **{name: Operand(data=t, dtype=DTYPES[t.dtype]) for name, t in there.items()},
+        **{name: Operand(data=t, dtype=DTYPES[t.dtype]) for name, t in present.items()},
         numel=numel,
         scale=terms.scale,
         threshold=threshold,
         gate_all=terms.gate is not None and terms.gated is None,
         nonnegative=nonnegative,
-        wide=all(t.data_ptr() % 16 == 0 for t in there.values()),
+        wide=all(t.data_ptr() % 16 == 0 for t in present.values()),
     )
     blocks = -(-numel // (_THREADS * _ITEMS))
     launch.run(_UPDATE, Shape(blocks, _THREADS), [parameters], out.device)

@@ -35,8 +35,8 @@ class LearnedTerms(NamedTuple):
         return -threshold if self.bias is None else self.bias - threshold
 
 
-def are(step_size: object, lambd: object, bias: object) -> bool:
-    """Say if a call has a term that the kernels do not take."""
+def takes(step_size: object, lambd: object, bias: object) -> bool:
+    """Return whether a call has a term that only this module takes: a tensor or a bias."""
     return bias is not None or isinstance(step_size, Tensor) or isinstance(lambd, Tensor)
 
 

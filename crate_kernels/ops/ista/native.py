@@ -34,8 +34,8 @@ from crate_kernels.ops.ista.call import ISTACall
 from crate_kernels.ops.ista.cuda import UpdateTerms
 
 # W^T W is multiplied by panels, which leaves out 5/12 of it: at most _PANELS, each at least _PANEL wide. Up to
-# _LEAST_DIM their calls cost more than they spare.
-_PANELS, _PANEL, _LEAST_DIM = 6, 96, 256
+# _MIN_DIM their calls cost more than they spare.
+_PANELS, _PANEL, _MIN_DIM = 6, 96, 256
 # One call for all products of so many tokens of at most such a dim, in whole vectors. One thread of a Zen 5, forward /
 # backward, microseconds: (8, 64) 3.4 / 6.3, by products of the library 13.2 / 35.9; (8, 384) 28 / 87, 81 / 210;
 # (64, 384) 199 / 562, 385 / 1006; (64, 1024) 1361 / 8176, 2358 / 9623.
@@ -77,11 +77,11 @@ class _Cpu(steps.Engine):
 
     def _square(self, dim: int) -> float:
         """Return the cost of W - W^T W, in products with dim tokens."""
-        return 5 / 8 if dim > _LEAST_DIM else 1.0
+        return 5 / 8 if dim > _MIN_DIM else 1.0
 
     def gram(self, weight, dtype):
         weight, dim = weight if weight.dtype == dtype else weight.float(), weight.shape[0]
-        if weight.dtype != torch.float32 or dim <= _LEAST_DIM:
+        if weight.dtype != torch.float32 or dim <= _MIN_DIM:
             return super().gram(weight, dtype)
         weight = weight.contiguous()
         upper = torch.empty_like(weight)
@@ -134,10 +134,10 @@ class _Cpu(steps.Engine):
     def sum_over_tokens(self, left, right, scale, dtype):
         if left.dtype != torch.float32:
             return super().sum_over_tokens(left, right, scale, dtype)
-        # Products of many rows are faster than scaled ones, as `mm` says: scale what is smaller, before or after.
-        before = scale != 1.0 and left.numel() < left.shape[1] * right.shape[1]
-        product = self.mm((left * scale if before else left).t(), right)
-        if scale != 1.0 and not before:
+        # Products of many rows are faster than scaled ones, as `mm` says: scale the smaller of factor and result.
+        scale_first = scale != 1.0 and left.numel() < left.shape[1] * right.shape[1]
+        product = self.mm((left * scale if scale_first else left).t(), right)
+        if scale != 1.0 and not scale_first:
             product *= scale
         return product if dtype is None else steps.cast(product, dtype)
 
@@ -182,7 +182,7 @@ class _Cuda(steps.Engine):
         dx = _like(product, dy.dtype)
         if base is None and masked.dtype == dy.dtype:
             terms = UpdateTerms(product, masked, scale=scale)
-        else:  # dy is added as it was given, not as it was rounded for the products
+        else:  # dy is added in its own dtype, not as it was rounded for the products
             terms = UpdateTerms(product, base, y, dy, scale if base is None else -scale)
         cuda.update(terms, 0.0, False, dx)
         return dx

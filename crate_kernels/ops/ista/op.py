@@ -67,22 +67,24 @@ def _product(x_shape: tuple[int, ...], width: int) -> int:
     return 2 * prod(x_shape) * width
 
 
-def _takes_one(function: str, form: str, tensors: tuple[Tensor, ...], needs: tuple[bool, ...], options: tuple) -> bool:
+def _takes_one_product(
+    function: str, form: str, tensors: tuple[Tensor, ...], needs: tuple[bool, ...], options: tuple
+) -> bool:
     """Return whether the backend that runs ``function`` takes one product; one without an engine, where fewer FLOP."""
     *fields, backend = options
     call, (x, weight) = ISTACall(*fields), tensors[-2:]
     order = _backward_order if function == "backward" else None
     name, _ = next(backends.eligible_backends("ista", function, backend, x, *tensors, call, order=order))
     kernel = backends.kernel("ista", name, backends.type_of(x.device))
-    at_once, of = getattr(kernel, "is_few", None), getattr(kernel, "engine", None)
-    if at_once is not None and at_once(x, weight, call):
+    is_few, engine_of = getattr(kernel, "is_few", None), getattr(kernel, "engine", None)
+    if is_few is not None and is_few(x, weight, call):
         return False
-    return getattr(steps.Engine() if of is None else of(x), form)(steps.flat(x), *needs)
+    return getattr(steps.Engine() if engine_of is None else engine_of(x), form)(steps.flat(x), *needs)
 
 
 def _forward_flops(x: Tensor, weight: Tensor, *options: Any, **_: Any) -> int:
     """FLOP of the forward in the form that it takes."""
-    one = _takes_one("forward", "one_product", (x, weight), (), options)
+    one = _takes_one_product("forward", "one_product", (x, weight), (), options)
     product = _product(tuple(x.shape), x.shape[-1])
     return product + 2 * x.shape[-1] ** 3 if one else 2 * product
 
@@ -92,7 +94,7 @@ def _backward_flops(
 ) -> int:
     """FLOP of the backward in the form that it takes."""
     product = _product(tuple(x.shape), x.shape[-1])
-    if _takes_one("backward", "one_product_back", (dy, x, weight), (need_dx, need_dweight), options):
+    if _takes_one_product("backward", "one_product_back", (dy, x, weight), (need_dx, need_dweight), options):
         return (need_dx + need_dweight) * (product + 2 * x.shape[-1] ** 3)
     return (1 + need_dx + 3 * need_dweight) * product
 
@@ -123,9 +125,9 @@ def _join_overcomplete_fwd(op: Any, size: int, mapped: tuple[bool, ...], args: t
     """Step on the tokens of all samples at once, if they have one dictionary."""
     if mapped[1] or mapped[2]:
         return None
-    out, *kept = op(*args)
+    out, *saved = op(*args)
     tokens = prod(args[0].shape[1:-1])
-    apart = (t.unflatten(1, (size, tokens)) if t.dim() == 3 else t.expand(1, size, 0) for t in kept)
+    apart = (t.unflatten(1, (size, tokens)) if t.dim() == 3 else t.expand(1, size, 0) for t in saved)
     return (out, *apart), (0, 1, 1)
 
 
@@ -240,8 +242,8 @@ class OvercompleteISTAFunction(torch.autograd.Function):
 
     @staticmethod
     def gradients(ctx: Any, saved: tuple[tuple, OvercompleteCall], dout: Tensor, *_: Any) -> tuple:
-        (x, weight, decoder, *kept), call = saved
-        grads = ista_overcomplete_bwd(dout, x, weight, decoder, *kept, *call, ctx.backend)
+        (x, weight, decoder, *results), call = saved
+        grads = ista_overcomplete_bwd(dout, x, weight, decoder, *results, *call, ctx.backend)
         sources = (dout, x, weight, decoder)
         dx, dweight, ddecoder = (autograd.once_differentiable("ista_overcomplete", g, *sources) for g in grads)
         return dx, dweight, None if decoder is None else ddecoder, *(None,) * (len(call) + 1)

@@ -1,4 +1,4 @@
-"""What tests, ``verify`` and benchmarks need to know of sparse-coding steps."""
+"""Sparse-coding steps for tests, ``verify`` and benchmarks."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _arguments(case: Case, generator: torch.Generator) -> list[Tensor]:
 def _clear_of_kinks(case: Case, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Say which tokens have no activation within rounding of its threshold.
 
-    There the gradient jumps, and a last-bit difference in the activation is no error. The distance kept is
+    There the gradient jumps, and a last-bit difference in the activation is no error. The distance is
     several times the rounding of the update, which ``step_size`` scales: ``eps`` in units of the tokens at 0.1.
     """
     step_size, lambd = case.options.get("step_size", 0.1), case.options.get("lambd", 0.1)

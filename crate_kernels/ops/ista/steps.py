@@ -212,7 +212,7 @@ def forward_overcomplete(
     tokens, matrix = cast(tokens, dtype), cast(weight, dtype)
     codes = x.new_empty((steps, tokens.shape[0], weight.shape[1]) if keep else 0)
     residuals = x.new_empty((steps - 1, *tokens.shape) if keep else 0)
-    in_place = keep and x.dtype == dtype  # what is kept is what is computed with
+    in_place = keep and x.dtype == dtype  # the codes that are saved are those that are computed with
     transposed = matrix.t()
     code, residual = None, tokens  # z_0 = 0 makes r_0 = x: the first step is one product
     for t in range(steps):
@@ -283,7 +283,7 @@ def passes(step: Callable[[Tensor], Engine], overcomplete: Callable | None = Non
     """
     overcomplete = overcomplete or step
 
-    def on(engine_of: Callable[[Tensor], Engine], run: Callable, check: Callable, x: int) -> Callable:
+    def bind(engine_of: Callable[[Tensor], Engine], run: Callable, check: Callable, x: int) -> Callable:
         def call(*args: Any) -> Any:
             check(*args)
             return run(engine_of(args[x]), *args)
@@ -291,8 +291,8 @@ def passes(step: Callable[[Tensor], Engine], overcomplete: Callable | None = Non
         return call
 
     return (
-        on(step, forward, op_checks.forward, x=0),
-        on(step, backward, op_checks.backward, x=1),
-        on(overcomplete, forward_overcomplete, op_checks.forward_overcomplete, x=0),
-        on(overcomplete, backward_overcomplete, op_checks.backward_overcomplete, x=1),
+        bind(step, forward, op_checks.forward, x=0),
+        bind(step, backward, op_checks.backward, x=1),
+        bind(overcomplete, forward_overcomplete, op_checks.forward_overcomplete, x=0),
+        bind(overcomplete, backward_overcomplete, op_checks.backward_overcomplete, x=1),
     )

@@ -34,7 +34,7 @@ from crate_kernels.ops.ista import steps
 from crate_kernels.ops.ista.triton.product import Epilogue, gated, product
 from crate_kernels.ops.ista.triton.tables import BACKWARD_FORM, FORWARD_FORM
 
-_LARGEST = torch.finfo(torch.float32).max  # of the numbers that a kernel takes
+_MAX_FLOAT32 = torch.finfo(torch.float32).max  # of the numbers that a kernel takes
 
 
 class _TritonEngine(steps.Engine):
@@ -59,7 +59,9 @@ class _TritonEngine(steps.Engine):
         return _in_halves(weight, self.plus_transpose(base), base, dgram.dtype, weight.dtype)
 
     def step(self, left, right, base, call, out=None):
-        epilogue = Epilogue(call.step_size, base, threshold=min(call.threshold, _LARGEST), nonnegative=call.nonnegative)
+        epilogue = Epilogue(
+            call.step_size, base, threshold=min(call.threshold, _MAX_FLOAT32), nonnegative=call.nonnegative
+        )
         return product(left, right, epilogue, out, None if base is None else base.dtype)
 
     def product(self, left, right, base=None, scale=1.0, gate=None, out=None):
@@ -72,7 +74,7 @@ class _TritonEngine(steps.Engine):
         masked, dy, y = upstream
         if base is None and masked.dtype == dy.dtype:
             return product(left, right, Epilogue(scale, masked))
-        # dy is added as it was given, not as it was rounded for the products.
+        # dy is added in its own dtype, not as it was rounded for the products.
         return product(left, right, Epilogue(scale if base is None else -scale, base, dy, y), dtype=dy.dtype)
 
     def add_product(self, total, left, right, scale):

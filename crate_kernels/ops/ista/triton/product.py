@@ -245,8 +245,8 @@ def product(
 def _by_lt(left: Tensor, right: Tensor, epilogue: Epilogue, out: Tensor) -> bool:
     """Return whether a product without a threshold is cuBLASLt's, by its table and where it serves."""
     is_gated = epilogue.gate is not None
-    taken = (GATED if is_gated else LINEAR).config(left.device, left.shape[1], left.shape[0], False, right.dtype)["LT"]
-    return bool(taken) and lt.serves(left, right, epilogue.base, out, is_gated)
+    use_lt = (GATED if is_gated else LINEAR).config(left.device, left.shape[1], left.shape[0], False, right.dtype)["LT"]
+    return bool(use_lt) and lt.serves(left, right, epilogue.base, out, is_gated)
 
 
 def gated(t: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:

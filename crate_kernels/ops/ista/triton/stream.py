@@ -91,13 +91,13 @@ def _ista_stream_kernel(
 
 def serves(left: Tensor, right: Tensor, base: Tensor | None, out: Tensor) -> bool:
     """Return whether a product is one of this form: 16 bits, rows of whole 16 bytes, and a GPU that moves tiles."""
-    there = [t for t in (left, right, base, out) if t is not None]
+    present = [t for t in (left, right, base, out) if t is not None]
     return (
         launch.arch(left.device) in _ARCHITECTURES
-        and all(t.dtype == right.dtype and t.element_size() == 2 for t in there)
+        and all(t.dtype == right.dtype and t.element_size() == 2 for t in present)
         and left.shape[1] % 8 == 0 == out.shape[1] % 8
         and (right.is_contiguous() or right.t().is_contiguous())
-        and all(t.data_ptr() % 16 == 0 for t in there if t.device.type != "meta")
+        and all(t.data_ptr() % 16 == 0 for t in present if t.device.type != "meta")
     )
 
 
