@@ -27,7 +27,7 @@ OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--diag-suppres
 # Functions are optimised apart: without, mssa's backward at 64 channels spills 12 bytes on sm_80. It costs a pass of
 # tssa 4 registers on sm_90, and spares another 2 on sm_80: as many blocks fit a multiprocessor.
 _APART, _APART_SINCE = "--split-compile=2", (13, 0)
-_MOST_BYTES, _MOST_FILES = 256 << 20, 4096  # of the cache: the files that were used last stay
+_MAX_BYTES, _MAX_FILES = 256 << 20, 4096  # of the cache: the files that were used last stay
 _PATIENCE = 120.0  # seconds to wait for another process that compiles the same
 
 
@@ -50,7 +50,7 @@ def compiled(
 ) -> tuple[bytes, str]:
     """Return a kernel's binary for a GPU of a compute capability, as 90 for 9.0, and the kernel's name in it.
 
-    ``records`` are held to the device code's structs; ``compiler`` is by default that of this process.
+    ``records`` are checked against the device code's structs; ``compiler`` is by default that of this process.
 
     Raises:
         BuildError: the sources are not installed.
@@ -72,18 +72,18 @@ def compiled(
     except (BuildError, OSError):
         result = compile_it()
     else:
-        result = _kept(path) or _compiled_once(path, compile_it)
+        result = _read(path) or _compiled_once(path, compile_it)
     return result.binary, result.names[kernel.name]
 
 
 def _compiled_once(path: Path, compile_it) -> Compiled:
-    """Compile and keep the result; of several processes one does, and the others wait for its file."""
+    """Compile and write the file; of several processes one does, and the others wait for it."""
     with _alone(path):
-        found = _kept(path)
+        found = _read(path)
         if found is None:
             found = compile_it()
             with contextlib.suppress(OSError):  # read-only, or full
-                files.put(path, _written(found))
+                files.put(path, _serialized(found))
                 _shrink(path.parent)
     return found
 
@@ -101,12 +101,12 @@ def _checksum(names: dict[str, str], binary: bytes) -> str:
     return f"{zlib.crc32(binary, zlib.crc32(json.dumps(names).encode())):08x}"
 
 
-def _written(result: Compiled) -> bytes:
+def _serialized(result: Compiled) -> bytes:
     facts = {"names": result.names, "crc32": _checksum(result.names, result.binary), "bytes": len(result.binary)}
     return json.dumps(facts).encode() + b"\n" + result.binary
 
 
-def _kept(path: Path) -> Compiled | None:
+def _read(path: Path) -> Compiled | None:
     """Return what a file holds; None if it is not there, or not whole."""
     try:
         line, _, binary = path.read_bytes().partition(b"\n")
@@ -131,7 +131,7 @@ def _shrink(place: Path) -> None:
     known.sort()
     size = sum(each for _, each, _ in known)
     for number, (_, each, path) in enumerate(known):
-        if size <= _MOST_BYTES and len(known) - number <= _MOST_FILES:
+        if size <= _MAX_BYTES and len(known) - number <= _MAX_FILES:
             return
         size -= each
         with contextlib.suppress(OSError):

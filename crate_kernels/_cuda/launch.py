@@ -20,7 +20,7 @@ from crate_kernels._native import driver, nvrtc
 from crate_kernels._native.driver import Function, Shape
 from crate_kernels._native.libraries import BuildError
 
-_MOST_BLOCKS = 2**31 - 1
+_MAX_BLOCKS = 2**31 - 1
 
 
 class LaunchDevice(Protocol):
@@ -37,7 +37,7 @@ class LaunchDevice(Protocol):
     shared_limit: int
 
     def function(self, kernel: Kernel, types: tuple[type[Record], ...]) -> Function:
-        """Return a kernel, compiled and loaded; its records' ``types`` are held to the device code's structs."""
+        """Return a kernel, compiled and loaded; ``types`` are records, checked against the device code."""
         ...
 
     def launch(self, function: Function, shape: Shape, parameters: Sequence[bytes], stream: int) -> None:
@@ -117,12 +117,12 @@ def run(kernel: Kernel, shape: Shape, parameters: Sequence[Parameter], device: t
     Raises:
         ValueError: the parameters are not those of the kernel, or there are more blocks than a grid can have.
         TypeError: a parameter has no type of the device code.
-        backends.Refused: the kernel cannot be compiled or loaded here. A planner whose kernels write what a caller
-            gave calls ``function`` for all of them first.
+        backends.Refused: the kernel cannot be compiled or loaded here. A planner whose kernels write a caller's
+            tensors calls ``function`` for all of them first.
         driver.CudaError: the driver refuses the launch.
     """
-    if not 0 <= shape.blocks <= _MOST_BLOCKS or shape.blocks % shape.cluster:
-        raise ValueError(f"{kernel.name}: a grid has at most {_MOST_BLOCKS} blocks, in whole clusters, not {shape}")
+    if not 0 <= shape.blocks <= _MAX_BLOCKS or shape.blocks % shape.cluster:
+        raise ValueError(f"{kernel.name}: a grid has at most {_MAX_BLOCKS} blocks, in whole clusters, not {shape}")
     if shape.blocks == 0:
         return
     structs = records.packed(parameters)

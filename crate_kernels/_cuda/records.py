@@ -24,10 +24,10 @@ def fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
 
 
 class Record(ctypes.Structure):
-    """A struct of the device code, with the same names of fields. Values are given by keyword, the others are 0.
+    """A struct of the device code, with the same names of fields. Values are passed by keyword, the others are 0.
 
     A field that is a pointer, ``POINTER``, takes a tensor, or None for a null pointer. A record within a record is
-    given whole. ``cpp`` is the struct's name in C++ below the namespace crate_kernels; by default that of the class.
+    passed whole. ``cpp`` is the struct's name in C++ below the namespace crate_kernels; by default that of the class.
     """
 
     cpp = ""

@@ -90,7 +90,7 @@ class Kernel(NamedTuple):
 
 
 def unit(kernel: Kernel, records: Iterable[type[Record]] = ()) -> str:
-    """Return a source that has the kernel, and holds records of its parameters to the layout of the device code."""
+    """Return a source that has the kernel, and checks the records of its parameters against the device code."""
     checks = "".join(map(_check, sorted(set(_with_parts(records)), key=lambda record: record.cpp_name())))
     return f'#include <cmath>\n#include "{kernel.header}"\nusing namespace crate_kernels;\n{checks}'
 
@@ -102,7 +102,10 @@ def _with_parts(records: Iterable[type[Record]]) -> Iterable[type[Record]]:
 
 
 def _check(record: type[Record]) -> str:
-    """Return what holds a struct to its record. NVRTC has no offsetof; layouts are those of the host's compiler."""
+    """Return assertions that a struct is laid out as its record; without offsets for NVRTC, which has no offsetof.
+
+    Layouts are those of the host's compiler.
+    """
     name = record.cpp_name()
     offsets = "".join(
         _assert(f"__builtin_offsetof({name}, {field}) == {offset}", name) for field, offset in record.offsets().items()

@@ -18,7 +18,7 @@ import torch
 from crate_kernels._core import launches, plan, recording
 
 INTERPRETER = "interpreter"  # the architecture of CPU tensors
-_MOST = 4096  # compiled kernels by key: sizes that a kernel specialises on are few
+_MAX_COMPILED = 4096  # compiled kernels by key: sizes that a kernel specialises on are few
 _compiled: dict[tuple, Any] = {}
 _sizes: dict[Any, frozenset[str]] = {}  # the arguments whose values a kernel does not depend on
 
@@ -37,7 +37,7 @@ def arch(device: torch.device) -> str:
 
 @functools.lru_cache(maxsize=64)
 def multiprocessors(device: torch.device) -> int:
-    """Return the least number of programs that a device runs at the same time."""
+    """Return the number of a device's multiprocessors, each of which runs a program or more at a time; 2 for a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
@@ -95,7 +95,7 @@ def _launch(kernel: Any, programs: int, arguments: dict[str, Any]) -> Any:
         return compiled
     compiled = kernel[(programs,)](**arguments)
     if compiled is not None and key is not None and arguments.keys() >= set(kernel.arg_names):
-        if len(_compiled) >= _MOST:
+        if len(_compiled) >= _MAX_COMPILED:
             _compiled.clear()
         _compiled[key] = compiled
     return compiled
@@ -169,7 +169,7 @@ def _describe(kind: Any, value: Any, parameters: list[bytes | torch.Tensor | Non
 
 
 def _hooks_are_set() -> bool:
-    """Return whether somebody wants to hear of Triton's launches, as its profiler does."""
+    """Return whether a hook follows Triton's launches, as its profiler does."""
     runtime = sys.modules["triton"].knobs.runtime
     return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
 

@@ -99,14 +99,14 @@ _forced: dict[str, Config] = {}
 @contextmanager
 def forced(table: Table, config: Config) -> Iterator[None]:
     """Make ``table`` return ``config`` for every call. For ``tune`` and for tests of single configurations."""
-    before = dict(_forced)
+    previous = dict(_forced)
     try:  # an interrupt may come anywhere
         _forced[table.name] = config
         plan.forget()
         yield
     finally:
         _forced.clear()
-        _forced.update(before)
+        _forced.update(previous)
         plan.forget()
 
 

@@ -158,11 +158,11 @@ def test_a_folder_that_cannot_be_written_is_no_error(function, cache, compiler, 
     assert list(cache.iterdir()) == [] or function == "owned"
 
 
-@pytest.mark.parametrize(("limit", "kept"), [("_MOST_FILES", 3), ("_MOST_BYTES", 3)])
+@pytest.mark.parametrize(("limit", "kept"), [("_MAX_FILES", 3), ("_MAX_BYTES", 3)])
 def test_what_was_used_last_stays(limit, kept, cache, compiler, monkeypatch):
     compiled(compiler, Kernel(KERNEL.header, "kernel_0"))
     size = next(cache.iterdir()).stat().st_size
-    monkeypatch.setattr(cubins, limit, kept if limit == "_MOST_FILES" else kept * size)
+    monkeypatch.setattr(cubins, limit, kept if limit == "_MAX_FILES" else kept * size)
     for number in range(6):
         compiled(compiler, Kernel(KERNEL.header, f"kernel_{number}"))
         for path in cache.iterdir():  # as if made some seconds apart

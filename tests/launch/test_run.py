@@ -102,7 +102,7 @@ def test_a_parameter_is_not_kept():
 
 
 def test_no_more_kernels_are_kept_than_a_limit(monkeypatch):
-    monkeypatch.setattr(launch, "_MOST", 3)
+    monkeypatch.setattr(launch, "_MAX_COMPILED", 3)
     monkeypatch.setattr(launch, "_compiled", {})
     kernel = Kernel()
     for block in range(5):
