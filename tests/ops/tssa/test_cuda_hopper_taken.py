@@ -161,8 +161,8 @@ def test_only_clusters_that_share_a_sequence_wait_for_each_other(together, group
 @pytest.mark.parametrize(("seqlen", "steps"), [(80, 1), (81, 2), (190, 3)])
 def test_what_walks_back_keeps_the_sums_before_each_step_but_the_first(seqlen, steps, launched, backend, monkeypatch):
     """Of two clusters: Pi w^2 and w^2 by channel, and Pi by head, in fours."""
-    taken, found = walking.taken, []
-    monkeypatch.setattr(walking, "taken", lambda *call: found.append(taken(*call)) or found[-1])
+    plan, found = walking.plan, []
+    monkeypatch.setattr(walking, "plan", lambda *call: found.append(plan(*call)) or found[-1])
     with Walking.taking(WALKS):
         outputs_and_gradients(call(True, backend), halves(3, 3, seqlen, 32), temps(3))
     assert [one.exchanged for one in found] == [0, 2 * (steps - 1) * (96 + 4 + 96)]
@@ -248,4 +248,4 @@ def test_published_sizes_of_the_causal_form_have_candidates_that_fit(nheads, hea
     assert (BACK if backward else EIGHT) in candidates
     fitting = [one for one in candidates if walking.shared_bytes(nheads, head_dim, backward, one) <= MOST_SHARED]
     width = nheads * head_dim
-    assert sum(walking.threads_of(width, one["THREADS"]) <= walking.MOST_THREADS for one in fitting) >= 4
+    assert sum(walking.threads_of(width, one["THREADS"]) <= walking.MAX_THREADS for one in fitting) >= 4

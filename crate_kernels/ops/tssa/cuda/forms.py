@@ -203,9 +203,9 @@ def choose(
     p, gpu = problem(w, call), launch.gpu(w.device)
     found = None
     if not causal:
-        found = persistent.taken(p, w, dout, statistics, call, gpu)
+        found = persistent.plan(p, w, dout, statistics, call, gpu)
     elif not decoding:
-        found = walking.taken(p, w, dout, call, gpu)
+        found = walking.plan(p, w, dout, call, gpu)
     form = _persistent_form(found)
     form = form or (_causal_form if causal else _full_form)(p, w, dout, gpu)
     if form.shared_bytes > gpu.shared_limit:

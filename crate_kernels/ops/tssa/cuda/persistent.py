@@ -5,8 +5,8 @@ Clusters stay on their multiprocessors and take one sequence after another. They
 their sums through the L2 cache, and wait for each other. So all of them must be on the GPU at once: the planner asks
 how many it holds, and the launch is cooperative, which the driver refuses where it cannot be.
 
-No GPU has timed them, so nothing takes them by default. ``python -m crate_kernels tune`` times them beside the kernels
-of forms.py, and has the faster ones taken from then on.
+No GPU has timed them, so no call takes them by default. ``python -m crate_kernels tune`` times them beside the kernels
+of forms.py; from then on calls take the faster ones.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.cuda.parameters import TssaBackward, TssaForward, TssaProblem, in_vectors
 
 CAPABILITY = 90  # bulk copies and clusters: what other GPUs have of them, nothing has tried
-MOST_THREADS = 512
+MAX_THREADS = 512
 VECTOR = 8  # channels
-_MOST_OF_LANE = 8  # heads of a lane in the softmax, which are in registers
+_MAX_HEADS_PER_LANE = 8  # heads of a lane in the softmax, which are in registers
 _SLICE = 32  # tokens whose sums by vector are put down at a time
 _NONE = {"CLUSTER": 0, "BUFFERS": 0, "THREADS": 0, "TOGETHER": 0}
-# CLUSTER: blocks; 0: none of these kernels. BUFFERS: sequences that a cluster has room for. THREADS: of a block, at
-# least. TOGETHER: clusters that share a sequence. Every other one is what a run of few candidates times.
+# CLUSTER: blocks; 0: none of these kernels. BUFFERS: sequences in a cluster's shared memory at a time. THREADS: of a
+# block, at least. TOGETHER: clusters that share a sequence. Every other one is what a run of few candidates times.
 _CANDIDATES = tuple(
     dict(zip(_NONE, one, strict=True))
     for one in (
@@ -65,11 +65,12 @@ FORWARD, BACKWARD = _table("forward"), _table("backward")
 
 
 class Persistent(NamedTuple):
-    """A launch.
+    """The launch of a persistent or walking kernel.
 
     Attributes:
+        kernel, shape: the launch.
         exchanged: numbers that clusters which share sequences tell each other, or that one which walks back keeps.
-        counters: of clusters that share sequences.
+        counters: how many counters the clusters that share sequences need.
     """
 
     kernel: Kernel
@@ -84,8 +85,8 @@ def threads_of(width: int, least: int) -> int:
     return -(-least // unit) * unit
 
 
-def four(count: int) -> int:
-    """Return the least multiple of 4 from ``count`` on."""
+def round_up_4(count: int) -> int:
+    """Round up to a multiple of 4."""
     return -(-count // 4) * 4
 
 
@@ -96,12 +97,12 @@ def shared_bytes(nheads: int, head_dim: int, seqlen: int, backward: bool, config
         -(-seqlen // (config["CLUSTER"] * config["TOGETHER"])),
         2 if backward else 1,
     )
-    vectors, sums = width // VECTOR, four(width + nheads)
+    vectors, sums = width // VECTOR, round_up_4(width + nheads)
     groups = threads_of(width, config["THREADS"]) // vectors
     buffers = config["BUFFERS"]
-    fixed = 4 + 2 * sums + copies * width + four(nheads) + (2 * buffers * width if backward else 0)
+    fixed = 4 + 2 * sums + copies * width + round_up_4(nheads) + (2 * buffers * width if backward else 0)
     tokens = buffers * copies * share * width // 2
-    by_token = (1 + buffers if backward else 1) * four(share * nheads) + four(share)
+    by_token = (1 + buffers if backward else 1) * round_up_4(share * nheads) + round_up_4(share)
     return 4 * (fixed + tokens + by_token + max(min(share, _SLICE) * (vectors + 4), groups * sums))
 
 
@@ -114,8 +115,8 @@ def sizes(nheads: int, head_dim: int, masked: bool, config: Config) -> str:
 def kernel(dtype: torch.dtype, nheads: int, head_dim: int, masked: bool, backward: bool, config: Config) -> Kernel:
     """Return the kernel of a configuration."""
     header, name = ("backward", "bwd") if backward else ("forward", "fwd")
-    given = f"{CPP_TYPES[dtype]}, {sizes(nheads, head_dim, masked, config)}, {config['TOGETHER']}"
-    return Kernel(f"tssa/cuda/persistent_{header}.cuh", f"tssa_full_{name}_persistent_kernel<{given}>")
+    arguments = f"{CPP_TYPES[dtype]}, {sizes(nheads, head_dim, masked, config)}, {config['TOGETHER']}"
+    return Kernel(f"tssa/cuda/persistent_{header}.cuh", f"tssa_full_{name}_persistent_kernel<{arguments}>")
 
 
 def _side_by_side(t: Tensor) -> bool:
@@ -124,7 +125,7 @@ def _side_by_side(t: Tensor) -> bool:
     return t.shape[-1] in (head, token)
 
 
-def _of_lane(nheads: int) -> int:
+def _heads_per_lane(nheads: int) -> int:
     """Return how many heads a lane has in the softmax, as TssaSizes does."""
     return nheads // math.gcd(nheads, 4)
 
@@ -135,7 +136,7 @@ def serves(p: TssaProblem, gpu: LaunchDevice, *tensors: Tensor) -> bool:
         gpu.capability == CAPABILITY
         and all(t.dtype in (torch.bfloat16, torch.float16) for t in tensors)
         and p.head_dim % 16 == 0
-        and _of_lane(p.nheads) <= _MOST_OF_LANE
+        and _heads_per_lane(p.nheads) <= _MAX_HEADS_PER_LANE
         and p.seqlen > 0
         and in_vectors(VECTOR, *tensors)
         and all(map(_side_by_side, tensors))
@@ -160,10 +161,10 @@ def resident(
     shape = shape._replace(blocks=groups * shape.cluster * together, cooperative=together > 1)
     if together == 1:
         return Persistent(chosen, shape)
-    return Persistent(chosen, shape, 2 * groups * together * four(p.width + p.nheads), groups)
+    return Persistent(chosen, shape, 2 * groups * together * round_up_4(p.width + p.nheads), groups)
 
 
-def taken(
+def plan(
     p: TssaProblem, w: Tensor, dout: Tensor | None, statistics: tuple[Tensor, ...], call: TSSACall, gpu: LaunchDevice
 ) -> Persistent | None:
     """Return how a call is launched if these kernels serve it and were chosen, else None."""
@@ -175,7 +176,7 @@ def taken(
         return None
     threads = threads_of(p.width, config["THREADS"])
     bytes_ = shared_bytes(p.nheads, p.head_dim, p.seqlen, backward, config)
-    if threads > MOST_THREADS or bytes_ > gpu.shared_limit:
+    if threads > MAX_THREADS or bytes_ > gpu.shared_limit:
         return None
     chosen = kernel(w.dtype, p.nheads, p.head_dim, call.key_padding_mask is not None, backward, config)
     shape = Shape(0, threads, bytes_, config["CLUSTER"])
