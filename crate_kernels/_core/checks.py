@@ -28,7 +28,7 @@ from crate_kernels._core.packing import unmapped
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-_LARGEST = 2**63 - 1  # of the integers that an op takes
+_MAX_INT = 2**63 - 1  # of the integers that an op takes
 
 
 def _type_name(value: object) -> str:
@@ -241,7 +241,7 @@ def packing(op: str, cu_seqlens: object, max_seqlen: object, w: Tensor) -> int:
         raise TypeError(f"{op}: max_seqlen must be an int with cu_seqlens, got {_type_name(max_seqlen)}")
     if max_seqlen < 0:
         raise ValueError(f"{op}: max_seqlen must be >= 0, got {max_seqlen}")
-    if type(max_seqlen) is int and max_seqlen > _LARGEST:
+    if type(max_seqlen) is int and max_seqlen > _MAX_INT:
         raise ValueError(f"{op}: max_seqlen must be below 2**63, got {max_seqlen}")
     read = _readable(cu_seqlens)
     if read is not None:
@@ -352,7 +352,7 @@ def integer(op: str, name: str, value: object, minimum: int | None = None) -> in
         raise TypeError(f"{op}: {name} must be an int, got {_type_name(value)}")
     if minimum is not None and value < minimum:
         raise ValueError(f"{op}: {name} must be >= {minimum}, got {value}")
-    if type(value) is int and value > _LARGEST:
+    if type(value) is int and value > _MAX_INT:
         raise ValueError(f"{op}: {name} must be below 2**63, got {value}")
     return value  # pyright: ignore[reportReturnType]  # a SymInt under compile
 

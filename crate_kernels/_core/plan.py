@@ -22,9 +22,9 @@ from torch import Tensor
 from crate_kernels._core.recording import Recorder, Unplannable, this_thread
 from crate_kernels._native import extension
 
-_MOST_ENTRIES = 4096
-_MOST_FAILURES = 64  # kinds of tensors of one entry that could not be recorded; after so many, none is tried
-_MOST_TENSORS, _MOST_RESULTS = 9, 5  # of a call: kMostTensors and kMostResults of csrc/common/plan.cpp
+_MAX_ENTRIES = 4096
+_MAX_FAILURES = 64  # kinds of tensors of one entry that could not be recorded; after so many, none is tried
+_MAX_TENSORS, _MAX_RESULTS = 9, 5  # of a call: kMostTensors and kMostResults of csrc/common/plan.cpp
 _numbers = itertools.count(1)
 _forgetful: list[Callable[[], None]] = []
 
@@ -80,7 +80,7 @@ class Entry:
             return True  # a plan could not tell one tensor that is passed twice from two
         if any([t._is_zerotensor() for t in tensors]):
             return True  # the dispatcher gives an op another tensor in its place, of other strides
-        return bool(self.failed) and (len(self.failed) >= _MOST_FAILURES or _kind(tensors) in self.failed)
+        return bool(self.failed) and (len(self.failed) >= _MAX_FAILURES or _kind(tensors) in self.failed)
 
 
 def _kind(tensors: Sequence[Tensor]) -> tuple:
@@ -116,9 +116,9 @@ class Planned:
         options += settings(first)
         found = self._entries.get(options)
         if found is None and options not in self._entries:
-            if len(self._entries) >= _MOST_ENTRIES:
+            if len(self._entries) >= _MAX_ENTRIES:
                 self._entries.clear()
-            served = len(tensors) <= _MOST_TENSORS and self._serves(args[-1], first)
+            served = len(tensors) <= _MAX_TENSORS and self._serves(args[-1], first)
             found = self._entries[options] = Entry(len(tensors), self.results) if served else None
         return found, tensors
 
@@ -174,9 +174,9 @@ def _load() -> None:
     extension.load()
     library = torch.library.Library("crate_kernels_C", "FRAGMENT")
     _fallthroughs.append(library)  # what it registers ends with it
-    for results in range(1, _MOST_RESULTS + 1):
+    for results in range(1, _MAX_RESULTS + 1):
         nothing = None if results == 1 else (None,) * results
-        for tensors in range(1, _MOST_TENSORS + 1):
+        for tensors in range(1, _MAX_TENSORS + 1):
             name = f"plan_{tensors}_{results}"
             library.impl(name, torch.library.fallthrough_kernel, "Autograd")
             for key in ("NestedTensorCPU", "NestedTensorCUDA"):

@@ -74,7 +74,7 @@ _slow = _fallbacks()
 # Multiplications of a product below which oneDNN costs more than it spares: 12 us per call and, between others' work,
 # a start with cold caches. On a Zen 4, where it spares little, `ista` of 197 tokens of 384 channels took 1.12 to
 # 1.29 ms by it and 1.01 to 1.07 by MKL.
-_LEAST_WORK = 1 << (25 if _family() == _ZEN_4 else 24)
+_MIN_WORK = 1 << (25 if _family() == _ZEN_4 else 24)
 _LARGE = 1 << 23  # elements of a matrix that has to be fetched from the system before it is converted
 _AT_ONCE = 1024  # rows that are converted at a time: more leave the caches before they are multiplied
 
@@ -92,7 +92,7 @@ def may_reroute(dtype: torch.dtype) -> bool:
 
 def is_small(left: Tensor, columns: int) -> bool:
     """Tell at once that no product of ``left`` with so many columns pays; ``should_reroute`` says the rest."""
-    return left.dtype not in _slow and (_library is None or left.numel() * columns < _LEAST_WORK)
+    return left.dtype not in _slow and (_library is None or left.numel() * columns < _MIN_WORK)
 
 
 def should_reroute(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
@@ -104,7 +104,7 @@ def should_reroute(left: Tensor, right: Tensor, bias: Tensor | None = None) -> b
         return left.numel() >= right.shape[1] * (
             fallback.min_rows if right.numel() < _LARGE else fallback.min_rows_large
         )
-    if _library is None or left.numel() * right.shape[0] < _LEAST_WORK:
+    if _library is None or left.numel() * right.shape[0] < _MIN_WORK:
         return False
     enabled = bool(torch.backends.mkldnn.enabled)  # pyright: ignore[reportAttributeAccessIssue]
     copies = left.dtype == torch.bfloat16 and bias is not None and left.is_contiguous()

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from crate_kernels._core import autograd, operator, plan
 
-_MOST_SHORTCUTS = 4096
+_MAX_SHORTCUTS = 4096
 
 
 class _NoPlan(Exception):
@@ -197,7 +197,7 @@ class Shortcuts:
         entry, _ = self._planned.entry((*tensors, *more, *call, backend))
         if entry is None:
             return
-        if len(self._known) >= _MOST_SHORTCUTS:
+        if len(self._known) >= _MAX_SHORTCUTS:
             self._known.clear()
         shortcut = self._known[key] = _Shortcut()
         shortcut.owner, shortcut.entry, shortcut.results = self, entry, results

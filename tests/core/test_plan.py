@@ -121,14 +121,14 @@ def test_a_kind_of_tensors_that_leaves_no_plan_keeps_no_other_from_its_own(other
 
 def test_kinds_of_calls_that_leave_no_plan_do_not_keep_others_from_theirs():
     entry = plan.Entry(1, 1)
-    for size in range(3, 3 + 2 * plan._MOST_FAILURES):
+    for size in range(3, 3 + 2 * plan._MAX_FAILURES):
         a, b = torch.randn(size), torch.randn(2)
         for _ in range(3):
             entry.record([a], lambda a=a: torch.sin(a))
-        if size < 3 + plan._MOST_FAILURES:
+        if size < 3 + plan._MAX_FAILURES:
             entry.record([b], lambda b=b: b + b)
     assert torch.equal(entry.run(b, entry.number), b + b)
-    assert len(entry.failed) == plan._MOST_FAILURES
+    assert len(entry.failed) == plan._MAX_FAILURES
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_entries_are_bounded():
     planned = plan.Planned([0], len(schema.arguments), 1, lambda name, of: True)
     for n in range(10_000):
         planned.entry((torch.zeros(1), n, "x"))
-    assert len(planned._entries) <= plan._MOST_ENTRIES
+    assert len(planned._entries) <= plan._MAX_ENTRIES
 
 
 # ---- Launches. ----

@@ -17,5 +17,5 @@ def taken(monkeypatch):
         return given(*args)
 
     monkeypatch.setattr(products, "_library", product)
-    monkeypatch.setattr(products, "_LEAST_WORK", 1)
+    monkeypatch.setattr(products, "_MIN_WORK", 1)
     return calls

@@ -35,7 +35,7 @@ def processor(request, monkeypatch):
         pytest.skip("needs a PyTorch with oneDNN")
     monkeypatch.setattr(products, "_library", torch.ops.mkldnn._linear_pointwise.default if onednn else None)
     monkeypatch.setattr(products, "_slow", dict.fromkeys(slow, products.Fp32Fallback(1, 1, 1)))
-    monkeypatch.setattr(products, "_LEAST_WORK", 1)
+    monkeypatch.setattr(products, "_MIN_WORK", 1)
 
 
 def failures(case, dtype, backend="cpp"):
@@ -308,7 +308,7 @@ def test_a_part_of_a_matrix_is_copied_for_onednn(monkeypatch):
         return given(left, right, *rest)
 
     monkeypatch.setattr(products, "_library", library)
-    monkeypatch.setattr(products, "_LEAST_WORK", 1)
+    monkeypatch.setattr(products, "_MIN_WORK", 1)
     x, wide = torch.randn(300, 240), torch.randn(240, 480)
     for weight in (wide[:, :240], wide[:, ::2], wide[:, :240].t()):
         torch.testing.assert_close(native._engine(torch.device("cpu")).mm(x, weight), x @ weight, rtol=1e-4, atol=1e-3)
