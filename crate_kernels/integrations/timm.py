@@ -63,17 +63,17 @@ def _cfg(family: Any, config: Any) -> dict[str, Any]:
 default_cfgs = generate_default_cfgs({name: _cfg(*size) for name, size in _SIZES.items()})
 
 
-def _build(name: str, given: dict[str, Any]) -> Classifier:
+def _build(name: str, arguments: dict[str, Any]) -> Classifier:
     """Build a size with timm's arguments, which may also be fields of the config."""
     family, config = _SIZES[name]
     model_class = family.Model
     layout = model_class.layout
     words = {"img_size": layout.img_size, "in_chans": layout.in_chans, "drop_rate": layout.drop_rate}
-    changes = {words.get(key, key): value for key, value in given.items() if key != "global_pool"}
-    if "global_pool" in given:
-        if given["global_pool"] not in POOLS:
-            raise ValueError(f"{name}: global_pool must be 'token', 'avg' or '', got {given['global_pool']!r}")
-        changes["pool"] = POOLS[given["global_pool"]]
+    changes = {words.get(key, key): value for key, value in arguments.items() if key != "global_pool"}
+    if "global_pool" in arguments:
+        if arguments["global_pool"] not in POOLS:
+            raise ValueError(f"{name}: global_pool must be 'token', 'avg' or '', got {arguments['global_pool']!r}")
+        changes["pool"] = POOLS[arguments["global_pool"]]
     size = changes.get(layout.img_size)
     if isinstance(size, (tuple, list)) and len(set(size)) == 1:  # timm has pairs alone
         changes[layout.img_size] = size[0]
@@ -93,21 +93,21 @@ def _build(name: str, given: dict[str, Any]) -> Classifier:
     return model
 
 
-def _fit(name: str, given: Collection[str], weights: Mapping[str, Any], model: Any) -> dict[str, Tensor]:
+def _fit(name: str, chosen: Collection[str], weights: Mapping[str, Any], model: Any) -> dict[str, Tensor]:
     """Return a checkpoint under our names, fitted to the model's image size and channels.
 
-    Arguments that the checkpoint determines are changed in the model, unless they were given.
+    Arguments that the checkpoint determines are changed in the model, unless the user chose them.
 
     Args:
         name: of the size.
-        given: names of the arguments that the model was made with.
+        chosen: names of the arguments that the user passed.
         weights: as ``torch.load`` gives it, published or saved by ``save_pretrained`` or timm.
         model: our model, with what timm knows of the weights.
     """
     family, published = _SIZES[name]
     state = bare = official.unwrap(weights)
     for system in family.SYSTEMS.values():
-        implied = {k: v for k, v in system.implied(bare).items() if k.endswith("eps") and k not in given}
+        implied = {k: v for k, v in system.implied(bare).items() if k.endswith("eps") and k not in chosen}
         if implied:
             _set_eps(model, implied)
         state = system.weights(state)
@@ -182,7 +182,7 @@ def _entry(name: str) -> Any:
 
     def entry(pretrained: bool = False, **kwargs: Any) -> Any:
         return build_model_with_cfg(
-            lambda **given: _build(name, given),
+            lambda **arguments: _build(name, arguments),
             name,
             pretrained,
             feature_cfg={"out_indices": 3, "feature_cls": "getter"},

@@ -68,7 +68,7 @@ class Model(PreTrainedModel):
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Draw what no checkpoint gave, as the constructor of our model draws it."""
+        """Draw the weights that no checkpoint has, as the constructor of our model draws them."""
         lacking = {
             self._our_name(f"{owner}.{name}".removeprefix(".")): tensor
             for owner, module in self.named_modules()
@@ -93,21 +93,20 @@ def _require_ours(owner: str, attention: Any) -> None:
         )
 
 
-def _refuse_quantization(owner: str, given: Any) -> None:
+def _refuse_quantization(owner: str, config: Any) -> None:
     """Refuse to quantise: no method of transformers has been tried, and dictionaries are in no linear layer."""
-    if given is not None:
+    if config is not None:
         raise NotImplementedError(f"{owner}: quantization_config cannot be given: these models are not quantised")
 
 
-def refuse_unknown(model: PreTrainedModel, given: dict[str, Any], loss: tuple[str, ...] = ()) -> None:
+def refuse_unknown(model: PreTrainedModel, arguments: dict[str, Any], loss: tuple[str, ...] = ()) -> None:
     """Refuse arguments that nothing would read; the loss reads some, and a loss of the user's own may read any.
 
-    What says only what is so anyway is no concern: the default of transformers, and ``cache_position``, which follows
-    from the cache.
+    Arguments that change nothing pass: defaults of transformers, and ``cache_position``, which follows from the cache.
     """
     if hasattr(model, "_loss_function"):
         return
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is None or name in (*loss, "cache_position") or (name == "is_causal" and value):
             continue
         if value is False and name != "is_causal":
@@ -117,9 +116,9 @@ def refuse_unknown(model: PreTrainedModel, given: dict[str, Any], loss: tuple[st
         raise TypeError(f"{type(model).__name__}: {name} cannot be given: it is no argument of this model")
 
 
-def refuse_attentions(model: PreTrainedModel, given: bool | None) -> None:
+def refuse_attentions(model: PreTrainedModel, wanted: bool | None) -> None:
     """Refuse to return attention probabilities, asked for by an argument or, without one, by the config."""
-    if model.config.output_attentions if given is None else given:
+    if model.config.output_attentions if wanted is None else wanted:
         raise NotImplementedError(
             f"{type(model).__name__}: output_attentions cannot be given: the operators never hold the probabilities"
         )

@@ -185,8 +185,8 @@ class CRATEMAEFolderConfig(PreTrainedConfig):
         """Return the config of the encoder."""
         whole, encoder = ({field.name for field in fields(each.Config)} for each in (crate_mae, crate_mae_encoder))
         left_out = {"model_type", "architectures", *(whole - encoder)}
-        kept = {name: value for name, value in config_dict.items() if name not in left_out}
-        return CRATEMAEEncoderConfig.from_dict(kept, **kwargs)
+        encoder_dict = {name: value for name, value in config_dict.items() if name not in left_out}
+        return CRATEMAEEncoderConfig.from_dict(encoder_dict, **kwargs)
 
 
 _BY_MODEL = {

@@ -28,22 +28,22 @@ class Documents(NamedTuple):
 
 
 def take(
-    owner: str, given: dict[str, Any], x: Tensor, mask: Tensor | None, seen: int | Tensor, cached: bool
+    owner: str, arguments: dict[str, Any], x: Tensor, mask: Tensor | None, seen: int | Tensor, cached: bool
 ) -> Documents | None:
     """Return the documents that arguments of a call describe; None if every row is one document.
 
-    Every argument that is given must agree with the others, and ``position_ids`` with what the model computes. That
+    All arguments must agree with each other, and ``position_ids`` with what the model computes. That
     reads their values, as transformers does for its own models.
 
     Args:
         owner: model to name in errors.
-        given: those of ``NAMES`` among the arguments.
+        arguments: those of the call whose names are in ``NAMES``.
         x: (batch, new, n_embd) tokens.
         mask: (batch, past + new), 0 for padding; None for none.
-        seen: number of tokens that each row holds already: one for all, or (batch,).
-        cached: a cache is given, or asked for.
+        seen: number of cached tokens of each row: one for all, or (batch,).
+        cached: a cache is passed, or asked for.
     """
-    values = {name: given[name] for name in NAMES if given.get(name) is not None}
+    values = {name: arguments[name] for name in NAMES if arguments.get(name) is not None}
     for name, value in values.items():
         if not name.startswith("max_length"):
             _check(owner, name, value)

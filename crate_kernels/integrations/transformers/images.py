@@ -80,8 +80,8 @@ class ImageNetwork(base.Model):
         self._weight_conversions = _conversions()
         self.post_init()
         lists = (self.model.layout.blocks, self.model.layout.after)
-        held = [name for name in lists if name and len(self.model.get_submodule(name))]
-        self._fsdp_plan = {f"{_PREFIX}.{name}.*": base.FREED for name in held}
+        filled = [name for name in lists if name and len(self.model.get_submodule(name))]
+        self._fsdp_plan = {f"{_PREFIX}.{name}.*": base.FREED for name in filled}
 
     def _network(self, config: Any) -> Any:
         """Build our model, without values."""
@@ -89,13 +89,13 @@ class ImageNetwork(base.Model):
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Save as transformers does, with how to prepare images unless the folder says that already."""
-        self._follow()
+        self._update_config()
         result = super().save_pretrained(save_directory, *args, **kwargs)
         preparation.write(Path(save_directory), self.model)
         return result
 
-    def _follow(self) -> None:
-        """Take sizes into the config that our model was given since: ``set_input_size``, ``reset_classifier``."""
+    def _update_config(self) -> None:
+        """Copy into the config what ``set_input_size`` and ``reset_classifier`` have changed in our model."""
         name = self.model.layout.img_size
         if getattr(self.config, name) != getattr(self.model.config, name):
             setattr(self.config, name, getattr(self.model.config, name))
@@ -119,7 +119,7 @@ class ImageNetwork(base.Model):
     def _check(self, kwargs: dict[str, Any], loss: tuple[str, ...] = ()) -> None:
         """Refuse arguments that nothing would read."""
         base.refuse_attentions(self, kwargs.pop("output_attentions", None))
-        kwargs.pop("output_hidden_states", None)  # kept by the decorator
+        kwargs.pop("output_hidden_states", None)  # the decorator collects them
         base.refuse_unknown(self, kwargs, loss)
 
 
@@ -128,8 +128,8 @@ class ImageClassifier(ImageNetwork):
 
     accepts_loss_kwargs = False  # a mean over images needs no count of them
 
-    def _follow(self) -> None:
-        super()._follow()
+    def _update_config(self) -> None:
+        super()._update_config()
         if self.config.num_labels != self.model.config.num_classes:
             self.config.num_labels = self.model.config.num_classes
 
@@ -160,7 +160,7 @@ class ImageClassifier(ImageNetwork):
         logits = self.model(pixel_values, bool(interpolate_pos_encoding))
         logits = logits[0] if isinstance(logits, tuple) else logits  # a pair of the same, if ToST is to distil
         if labels is not None:
-            self._follow()
+            self._update_config()
         loss = None if labels is None else self.loss_function(labels, logits, self.config, **kwargs)
         return ImageClassifierOutput(loss=loss, logits=logits)
 
@@ -179,13 +179,13 @@ class _Maps:
 
     def forward(self: Any, img: Tensor, indices: list[int], interpolate_pos_encoding: bool) -> list[Tensor]:
         """Return the patches (batch, dim, rows, columns) after some layers, normalised; 0 is what enters the first."""
-        tokens, kept, norm = self._embed(img, interpolate_pos_encoding), [], self.get_submodule(self.layout.norm)
+        tokens, maps, norm = self._embed(img, interpolate_pos_encoding), [], self.get_submodule(self.layout.norm)
         for index, block in enumerate([None, *self._blocks()[: max(indices)]]):
             tokens = tokens if block is None else run(self.config.grad_checkpointing, block, tokens)
             if index in indices:
-                kept.append(norm(tokens)[:, self.layout.prefix_tokens :])
+                maps.append(norm(tokens)[:, self.layout.prefix_tokens :])
         grid = [size // patch for size, patch in zip(img.shape[-2:], self._patch_size(), strict=True)]
-        return [patches.mT.unflatten(2, grid).contiguous() for patches in kept]
+        return [patches.mT.unflatten(2, grid).contiguous() for patches in maps]
 
 
 @cache

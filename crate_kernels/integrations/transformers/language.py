@@ -193,19 +193,19 @@ class LanguageHead(base.Model):
                 ``ignore_index`` and ``shift_labels`` of the loss.
         """
         passed = {name: kwargs.pop(name) for name in ("output_attentions", *documents.NAMES) if name in kwargs}
-        given = _one_cache(type(self).__name__, cache, kwargs)
+        cache = _one_cache(type(self).__name__, cache, kwargs)
         base.refuse_unknown(self, kwargs, loss=("num_items_in_batch", "ignore_index", "shift_labels"))
         hidden = self.transformer(
             input_ids,
             attention_mask,
-            cache=given,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             **passed,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden.last_hidden_state[:, kept])
+        chosen = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden.last_hidden_state[:, chosen])
         loss = None
         if labels is not None or kwargs.get("shift_labels") is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -223,8 +223,8 @@ def _one_cache(owner: str, cache: Any, others: dict[str, Any]) -> Any:
     A cache by a third name is refused: without it, tokens would be wrong.
     """
     old = "past_key_values" in others
-    given = others.pop("past_key_values", None)
-    if cache is not None and given is not None:
+    other = others.pop("past_key_values", None)
+    if cache is not None and other is not None:
         raise TypeError(f"{owner}: give either cache or past_key_values, which are the same")
     if old and _CACHE == "cache" and not torch.compiler.is_compiling():  # as transformers does, by its own text
         end = f"is deprecated and will be removed in version 5.40.0 for `{owner}.forward`. Use `cache` instead."
@@ -232,7 +232,7 @@ def _one_cache(owner: str, cache: Any, others: dict[str, Any]) -> Any:
     for name, value in others.items():
         if isinstance(value, Cache):
             raise TypeError(f"{owner}: a cache must be passed as cache or past_key_values, got {name}")
-    return given if cache is None else cache
+    return other if cache is None else cache
 
 
 def _layers(owner: str, cache: Any, count: int) -> list[StateLayer]:
