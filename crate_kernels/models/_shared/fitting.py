@@ -17,7 +17,7 @@ _INDEX = re.compile(r"(.*?)\.(\d+)\.")
 
 def reason(
     build: Callable[[dict[str, Any]], nn.Module],
-    given: Mapping[str, Any],
+    settings: Mapping[str, Any],
     defaults: Mapping[str, Any],
     weights: Mapping[str, Any],
 ) -> str:
@@ -28,7 +28,7 @@ def reason(
 
     Args:
         build: from arguments to the model.
-        given: the arguments.
+        settings: the arguments that the user chose.
         defaults: the values of other arguments.
         weights: the checkpoint, under our names.
     """
@@ -37,33 +37,35 @@ def reason(
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
 
     def says(name: str, value: int) -> str:
-        return f"{name} must be {value}, got {given[name] if name in given else f'{defaults[name]} by default'}"
+        return f"{name} must be {value}, got {settings[name] if name in settings else f'{defaults[name]} by default'}"
 
     changes: dict[str, Any] = {}
     steps: list[str] = []
-    left = _misfits(build, given, shapes)
+    left = _misfits(build, settings, shapes)
     while left:
         tried = {}
-        for change in sorted(_candidates({**defaults, **given, **changes}, left, shapes)):
-            misfits = _misfits(build, {**given, **changes, change[0]: change[1]}, shapes)
+        for change in sorted(_candidates({**defaults, **settings, **changes}, left, shapes)):
+            misfits = _misfits(build, {**settings, **changes, change[0]: change[1]}, shapes)
             if misfits is not None and len(misfits) < len(left):
                 tried[change] = misfits
         if not tried:
             return ""
         left = min(tried.values(), key=len)
-        # What was not given comes first: it may have been forgotten.
-        equal = sorted((change for change in tried if tried[change] == left), key=lambda each: (each[0] in given, each))
+        # Sizes left to their default come first: they may have been forgotten.
+        equal = sorted(
+            (change for change in tried if tried[change] == left), key=lambda each: (each[0] in settings, each)
+        )
         steps.append(", or ".join(says(*change) for change in equal))
         changes[equal[0][0]] = equal[0][1]
     return "; ".join(steps)
 
 
 def _misfits(
-    build: Any, given: Mapping[str, Any], shapes: Mapping[str, Shape]
+    build: Any, settings: Mapping[str, Any], shapes: Mapping[str, Shape]
 ) -> dict[str, tuple[Shape, Shape]] | None:
     """Return (the model's shape, the checkpoint's) where they differ, None for a weight that one lacks."""
     try:
-        wanted = skeleton.build(lambda: build(dict(given)), len(shapes)).state_dict()
+        wanted = skeleton.build(lambda: build(dict(settings)), len(shapes)).state_dict()
     except (TypeError, ValueError, RuntimeError):  # not a config, or far too large
         return None
     ours = {name: tuple(tensor.shape) for name, tensor in wanted.items()}

@@ -77,18 +77,18 @@ class System:
         bare = unwrap(state_dict)
         implied = self.implied(bare)
         known = (*self.known, *self.only, *self.ignored, *self.translated)
-        given = arguments(
+        chosen = arguments(
             "from_official", config, known, [each for each in self.required if each not in {**size, **implied}]
         )
-        given = {**size, **implied, **given}
+        merged = {**size, **implied, **chosen}
         for key, value in self.only.items():
-            if given.pop(key, value) != value:
+            if merged.pop(key, value) != value:
                 raise ValueError(f"from_official: {key} must be {value!r} for {name}, got {config[key]!r}")
-        for key in given.keys() & self.translated.keys():
-            for ours, value in self.translated[key](given.pop(key)).items():
-                if given.setdefault(ours, value) != value:
-                    raise ValueError(f"from_official: {ours} must be that of {key}, {value!r}, got {given[ours]!r}")
-        settings = {k: v for k, v in given.items() if k not in self.ignored}
+        for key in merged.keys() & self.translated.keys():
+            for ours, value in self.translated[key](merged.pop(key)).items():
+                if merged.setdefault(ours, value) != value:
+                    raise ValueError(f"from_official: {ours} must be that of {key}, {value!r}, got {merged[ours]!r}")
+        settings = {k: v for k, v in merged.items() if k not in self.ignored}
         weights = self.weights(bare)
         if num_classes is None:
             model = self._loaded(name, settings, weights)
@@ -155,7 +155,7 @@ def family(
     return System(
         [f.name for f in known],
         [f.name for f in known if f.default is MISSING or f.name in required],
-        lambda given: model_class(config_class(**given, **decided)),
+        lambda values: model_class(config_class(**values, **decided)),
         ours=ours,
         fixed=decided,
         classifier=layout.classifier if (layout := getattr(model_class, "layout", None)) else "",
@@ -251,42 +251,44 @@ def _fault(name: str, value: Any, expected: Tensor) -> str | None:
     return None
 
 
-def check(owner: str, system: str, model: nn.Module, given: Mapping[str, Any]) -> None:
+def check(owner: str, system: str, model: nn.Module, weights: Mapping[str, Any]) -> None:
     """Require weights, under their bare names, to be exactly those of ``model``; one error lists all that are not."""
     wanted, first = model.state_dict(), first_names(model)
-    faults = [f"missing {name} {tuple(wanted[name].shape)}" for name in wanted if name not in given]
+    faults = [f"missing {name} {tuple(wanted[name].shape)}" for name in wanted if name not in weights]
     hint = ", a mapping: if it holds the weights, give it alone"
-    extra = [name for name in given if name not in wanted]
-    faults += [f"unexpected {name}{hint if isinstance(given[name], Mapping) else ''}" for name in extra]
-    unfit = {name: _fault(name, given[name], expected) for name, expected in wanted.items() if name in given}
+    extra = [name for name in weights if name not in wanted]
+    faults += [f"unexpected {name}{hint if isinstance(weights[name], Mapping) else ''}" for name in extra]
+    unfit = {name: _fault(name, weights[name], expected) for name, expected in wanted.items() if name in weights}
     for name, fault in unfit.items():
         if fault:
             faults.append(fault)
-        elif name != first[name] and unfit.get(first[name]) is None and not same(given[name], given.get(first[name])):
+        elif (
+            name != first[name] and unfit.get(first[name]) is None and not same(weights[name], weights.get(first[name]))
+        ):
             faults.append(f"{name} must equal {first[name]}, which it shares here")
     if faults:
         listed = "\n  ".join(faults)
         raise ValueError(f"{owner}: state_dict does not fit the {system} of this config:\n  {listed}")
 
 
-def load(system: str, model: Model, given: Mapping[str, Any], owner: str = "from_official") -> Model:
+def load(system: str, model: Model, weights: Mapping[str, Any], owner: str = "from_official") -> Model:
     """Copy weights, under their bare names, into ``model``; raise the same errors as ``check``."""
-    check(owner, system, model, given)
-    model.load_state_dict(given)
+    check(owner, system, model, weights)
+    model.load_state_dict(weights)
     return model
 
 
 def arguments(
-    owner: str, given: Mapping[str, Any], known: Collection[str], required: Collection[str] = ()
+    owner: str, passed: Mapping[str, Any], known: Collection[str], required: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return ``given`` as a dict; raise if an argument is unknown or a required one is missing."""
-    if not isinstance(given, Mapping):
-        raise TypeError(f"{owner}: config must be a mapping, got {type(given).__name__}")
-    unknown = [str(name) for name in given if name not in known]
+    """Return ``passed`` as a dict; raise if an argument is unknown or a required one is missing."""
+    if not isinstance(passed, Mapping):
+        raise TypeError(f"{owner}: config must be a mapping, got {type(passed).__name__}")
+    unknown = [str(name) for name in passed if name not in known]
     if unknown:
         guess = checks.suggestion(unknown[0], known)
         raise ValueError(f"{owner}: arguments must be among {', '.join(known)}; got {', '.join(unknown)}{guess}")
-    lacking = [name for name in required if name not in given]
+    lacking = [name for name in required if name not in passed]
     if lacking:
         raise ValueError(f"{owner}: config must give {', '.join(lacking)}")
-    return dict(given)
+    return dict(passed)

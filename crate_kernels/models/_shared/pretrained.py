@@ -73,11 +73,11 @@ class Configured(nn.Module):
 Model = TypeVar("Model", bound="Configured")
 
 
-def _whole_weights(model: Configured, given: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+def _whole_weights(model: Configured, state_dict: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
     """Return the weights to save; none of them may be sharded."""
-    if given is not None:
-        official.check("save_pretrained", model._name, model, given)
-    state = model.state_dict() if given is None else given
+    if state_dict is not None:
+        official.check("save_pretrained", model._name, model, state_dict)
+    state = model.state_dict() if state_dict is None else state_dict
     sharded = [name for name, tensor in state.items() if _heads.is_sharded(tensor)]
     if sharded:
         raise ValueError(
@@ -130,9 +130,9 @@ def _build(
         config = {field.name: config[field.name] for field in known if field.name in config}
     required = [field.name for field in known if field.default is MISSING]
     names = [field.name for field in known]
-    given = official.arguments(f"{_OWNER}: {path}", {**config, **overrides}, names, required)
+    values = official.arguments(f"{_OWNER}: {path}", {**config, **overrides}, names, required)
     try:
-        return how(lambda: model_class(model_class.config_class(**given)))
+        return how(lambda: model_class(model_class.config_class(**values)))
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # of a number that no tensor can have
