@@ -121,8 +121,8 @@ def _mssa_combine_kernel(
     # Row k of a tile is token k % BLOCK_M of stretch k // BLOCK_M.
     numbers = tl.arange(0, BLOCK_S * BLOCK_M)
     token = pid_m * BLOCK_M + numbers % BLOCK_M
-    row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    row_max = row_sum - float("inf")
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)  # (BLOCK_M,)
+    row_max = row_sum - float("inf")  # (BLOCK_M,)
     acc = tile.zeros(BLOCK_M, DIMS)  # (BLOCK_M, HEAD_DIM)
     for first in range(0, splits, BLOCK_S):
         split = first + numbers // BLOCK_M
@@ -132,8 +132,8 @@ def _mssa_combine_kernel(
         old_max = row_max
         row_max = tl.maximum(row_max, tl.max(lse, 0))
         base = tl.where(row_max == -float("inf"), 0.0, row_max)
-        shrink = tl.exp2((old_max - base) * LOG2_E)
-        weights = tl.exp2((lse - base[None, :]) * LOG2_E)
+        shrink = tl.exp2((old_max - base) * LOG2_E)  # (BLOCK_M,)
+        weights = tl.exp2((lse - base[None, :]) * LOG2_E)  # (BLOCK_S, BLOCK_M)
         results = tile.scale(results, weights.reshape(BLOCK_S * BLOCK_M))
         acc = tile.add(tile.scale(acc, shrink), tile.sum_groups(results, BLOCK_S))
         row_sum = row_sum * shrink + tl.sum(weights, 0)

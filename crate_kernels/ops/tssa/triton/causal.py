@@ -97,21 +97,21 @@ def _tssa_causal_fwd_kernel(
     for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         rows = n + tl.arange(0, BLOCK_N)
         w = tile.load_apart(w_at, n, last, BLOCK_N, DIMS)  # (BLOCK_N, BLOCK_H, BLOCK_D)
-        keep = tile.kept(mask_ptr, rows, last, masking.stride_ms)
-        squares = w * w
+        keep = tile.kept(mask_ptr, rows, last, masking.stride_ms)  # (BLOCK_N,)
+        squares = w * w  # (BLOCK_N, BLOCK_H, BLOCK_D)
         counted = tile.counted(squares, keep, mask_ptr)
         if MEMBERS:
-            running = earlier_sums(energy, counted * tile.SHIFT) + counted * tile.SHIFT
+            running = earlier_sums(energy, counted * tile.SHIFT) + counted * tile.SHIFT  # (BLOCK_N, BLOCK_H, BLOCK_D)
             energy = tile.pick(running, BLOCK_N - 1)
             ratio = quotients.quotient_of(squares, tile.floored(running, tile.CAUSAL_FLOOR * tile.SHIFT), DIMS)
-            similarity = sum_over_channels(ratio, DIMS) * tile.SHIFT
+            similarity = sum_over_channels(ratio, DIMS) * tile.SHIFT  # (BLOCK_N, BLOCK_H)
             if bias.ptr is not None:
                 # Only padded tokens, whose output nobody reads, are past the end.
                 at = tl.minimum(position + rows, bias_tokens - 1).to(tl.int64)[:, None] * bias.stride_s
                 there = (rows < last)[:, None] & (heads < DIMS.NHEADS)[None, :]
                 terms = tl.load(bias.ptr + at + heads.to(tl.int64)[None, :] * bias.stride_h, mask=there, other=0.0)
                 similarity += DIMS.HEAD_DIM * terms.to(similarity.dtype)
-            members = softmax_over_heads(temp, similarity, rows < last, DIMS)
+            members = softmax_over_heads(temp, similarity, rows < last, DIMS)  # (BLOCK_N, BLOCK_H)
             if mask_ptr is not None:
                 # Before the first kept token, out and every gradient vanish with the membership.
                 seen = before_keys[None, :] + (keys + tl.cumsum(keep, 0))[:, None] > 0
@@ -125,11 +125,11 @@ def _tssa_causal_fwd_kernel(
         if MEMBERS and state.lengths_ptr is not None:
             new_energy += tl.sum(counted, 0)
         if MEMBERS or OUTPUT:
-            weights = tile.counted(members, keep, mask_ptr)
+            weights = tile.counted(members, keep, mask_ptr)  # (BLOCK_N, BLOCK_H)
             if OUTPUT:
-                weighted = (weights * tile.SHIFT)[:, :, None] * squares
-                moments = earlier_sums(moment, weighted) + weighted
-                masses = earlier_sums(mass, weights) + weights
+                weighted = (weights * tile.SHIFT)[:, :, None] * squares  # (BLOCK_N, BLOCK_H, BLOCK_D)
+                moments = earlier_sums(moment, weighted) + weighted  # (BLOCK_N, BLOCK_H, BLOCK_D)
+                masses = earlier_sums(mass, weights) + weights  # (BLOCK_N, BLOCK_H)
                 moment, mass = tile.pick(moments, BLOCK_N - 1), tile.pick(masses, BLOCK_N - 1)
                 if state.lengths_ptr is not None:
                     new_moment += tl.sum(weighted, 0)

@@ -139,8 +139,8 @@ def _tssa_causal_bwd_kernel(
                     g, masking.seed_ptr, drop_last, masking.inverse_keep, index * ngroups + group, rows, DIMS
                 )
             members = tile.load_rows(membership_at, rows, last, DIMS)  # (BLOCK_N, BLOCK_H)
-            keep = tile.kept(mask_ptr, rows, last, masking.stride_ms)
-            weights = tile.counted(members, keep, mask_ptr)
+            keep = tile.kept(mask_ptr, rows, last, masking.stride_ms)  # (BLOCK_N,)
+            weights = tile.counted(members, keep, mask_ptr)  # (BLOCK_N, BLOCK_H)
             _gate, _product, slope, dmasses, moment, mass = through_moment(w, g, members, weights, moment, mass, DIMS)
             energy += tl.sum(tile.counted(w * w * tile.SHIFT, keep, mask_ptr), 0)
             dmoment += tl.sum(slope, 0)
@@ -153,7 +153,7 @@ def _tssa_causal_bwd_kernel(
             rows = n + tl.arange(0, BLOCK_N)
             w = tile.load_apart(w_at, n, last, BLOCK_N, DIMS)  # (BLOCK_N, BLOCK_H, BLOCK_D)
             dlogit = tile.load_rows(dlogit_at, rows, last, DIMS)  # (BLOCK_N, BLOCK_H)
-            squares = w * w
+            squares = w * w  # (BLOCK_N, BLOCK_H, BLOCK_D)
             counted = tile.counted(squares * tile.SHIFT, tile.kept(mask_ptr, rows, last, masking.stride_ms), mask_ptr)
             running = earlier_sums(tl.where(n == first, before_energy, energy), counted) + counted
             energy = tile.pick(running, BLOCK_N - 1)
@@ -168,7 +168,7 @@ def _tssa_causal_bwd_kernel(
                 places = rows.to(tl.int64)[:, None] * bias.stride_s + (head + heads)[None, :] * bias.stride_h
                 there = (rows < last)[:, None] & (heads < DIMS.NHEADS)[None, :]
                 terms = tl.load(bias.ptr + places, mask=there, other=0.0).to(tl.float32)
-                ratio = quotients.quotient_of(squares, floored, DIMS) * tile.SHIFT
+                ratio = quotients.quotient_of(squares, floored, DIMS) * tile.SHIFT  # (BLOCK_N, BLOCK_H, BLOCK_D)
                 dtemp += tl.sum(dlogit[:, :, None] * (ratio + terms[:, :, None]), 0)
             denergy += tl.sum(similarity * tl.where(running > tile.CAUSAL_FLOOR * tile.SHIFT, inverse, 0.0), 0)
         if bias.ptr is not None:
@@ -205,17 +205,17 @@ def _tssa_causal_bwd_kernel(
                         g, masking.seed_ptr, drop_last, masking.inverse_keep, index * ngroups + group, rows, DIMS
                     )
                 members = tile.load_rows(membership_at, rows, last, DIMS)  # (BLOCK_N, BLOCK_H)
-                keep = tile.kept(mask_ptr, rows, last, masking.stride_ms)
-                weights = tile.counted(members, keep, mask_ptr)
+                keep = tile.kept(mask_ptr, rows, last, masking.stride_ms)  # (BLOCK_N,)
+                weights = tile.counted(members, keep, mask_ptr)  # (BLOCK_N, BLOCK_H)
                 moment, mass, energy = add_tokens(
                     marked, w_at, membership_at, mask_ptr, masking.stride_ms, begin, n, BLOCK_N, DIMS, 1
                 )
                 gate, product, slope, dmasses, _, _ = through_moment(w, g, members, weights, moment, mass, DIMS)
-                dmoments = later_sums(dmoment, slope) + slope
+                dmoments = later_sums(dmoment, slope) + slope  # (BLOCK_N, BLOCK_H, BLOCK_D)
                 dmoment = tile.pick(dmoments, 0)
-                squares = w * w
+                squares = w * w  # (BLOCK_N, BLOCK_H, BLOCK_D)
                 if DMEMBERS:
-                    masses = later_sums(dmass, dmasses) + dmasses
+                    masses = later_sums(dmass, dmasses) + dmasses  # (BLOCK_N, BLOCK_H)
                     dmass = tile.pick(masses, 0)
                     dmembers = tl.sum(tile.counted(dmoments * squares, keep, mask_ptr) - product, 2)
                     dmembers += tile.counted(masses, keep, mask_ptr)
@@ -225,17 +225,17 @@ def _tssa_causal_bwd_kernel(
                     dw = w * ((2.0 * weights)[:, :, None] * dmoments) - gate * members[:, :, None]
                     per_logit = tile.load_rows(dlogit_at, rows, last, DIMS) * tile.SHIFT  # (BLOCK_N, BLOCK_H)
                     counted = tile.counted(squares * tile.SHIFT, keep, mask_ptr)
-                    earlier = earlier_sums(energy, counted)
-                    running = earlier + counted
+                    earlier = earlier_sums(energy, counted)  # (BLOCK_N, BLOCK_H, BLOCK_D)
+                    running = earlier + counted  # (BLOCK_N, BLOCK_H, BLOCK_D)
                     inverse = quotients.reciprocal(tile.floored(running, tile.CAUSAL_FLOOR * tile.SHIFT), DIMS)
                     above = running > tile.CAUSAL_FLOOR * tile.SHIFT
-                    per_energy = per_logit[:, :, None] * inverse
+                    per_energy = per_logit[:, :, None] * inverse  # (BLOCK_N, BLOCK_H, BLOCK_D)
                     # A similarity is at most dlogit: times 1 / c, in its scale, it needs no shift in between.
-                    denergies = tl.where(above, per_energy * squares * inverse, 0.0)
-                    later = later_sums(denergy, denergies)
+                    denergies = tl.where(above, per_energy * squares * inverse, 0.0)  # (BLOCK_N, BLOCK_H, BLOCK_D)
+                    later = later_sums(denergy, denergies)  # (BLOCK_N, BLOCK_H, BLOCK_D)
                     denergy = tile.pick(later + denergies, 0)
                     # The token's own part, 1 / c - w^2 / c^2, is one term, so that a first token's cancels exactly.
-                    own = per_energy * tl.where(above, earlier * inverse, 1.0)
+                    own = per_energy * tl.where(above, earlier * inverse, 1.0)  # (BLOCK_N, BLOCK_H, BLOCK_D)
                     through_energy = own - tile.counted(later * tile.SHIFT, keep, mask_ptr)
                     dw += (twice[None, :, None] * w) * through_energy
                     tile.store_apart(dw_at, dw, n, last, BLOCK_N, DIMS)
@@ -269,7 +269,7 @@ def _tssa_causal_softmax_bwd_kernel(
     dmembers = tile.load_rows(dlogit_at, rows, seqlen, DIMS)  # (BLOCK_N, BLOCK_H)
     if dmembership_ptr is not None:
         dmembers += tile.load_rows(TokenNumbers(dmembership_ptr + rows_at, seqlen), rows, seqlen, DIMS)
-    members = tile.load_rows(TokenNumbers(membership_ptr + rows_at, seqlen), rows, seqlen, DIMS)
+    members = tile.load_rows(TokenNumbers(membership_ptr + rows_at, seqlen), rows, seqlen, DIMS)  # (BLOCK_N, BLOCK_H)
     tile.store_rows(dlogit_at, softmax_backward(members, dmembers), rows, rows < seqlen, DIMS)
 
 

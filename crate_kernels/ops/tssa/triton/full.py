@@ -87,7 +87,7 @@ def _tssa_fwd_kernel(
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
             w = tile.load_tokens(w_at, rows, last, DIMS)  # (BLOCK_N, BLOCK_H, BLOCK_D)
-            keep = tile.kept(mask_ptr, rows, last, masking.stride_ms)
+            keep = tile.kept(mask_ptr, rows, last, masking.stride_ms)  # (BLOCK_N,)
             acc += tile.counted(w * w, keep, mask_ptr)
             kept_tokens += keep
         energy = tl.sum(acc, 0)
@@ -108,10 +108,10 @@ def _tssa_fwd_kernel(
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
             w = tile.load_tokens(w_at, rows, last, DIMS)  # (BLOCK_N, BLOCK_H, BLOCK_D)
-            squares = w * w
+            squares = w * w  # (BLOCK_N, BLOCK_H, BLOCK_D)
             ratio = quotients.ratio_of(squares, inverse[None, :, :], rest[None, :, :], DIMS)
-            similarity = sum_over_channels(ratio, DIMS)
-            members = softmax_over_heads(temp, similarity, rows < last, DIMS)
+            similarity = sum_over_channels(ratio, DIMS)  # (BLOCK_N, BLOCK_H)
+            members = softmax_over_heads(temp, similarity, rows < last, DIMS)  # (BLOCK_N, BLOCK_H)
             if mask_ptr is not None:
                 # Without a kept token, out and every gradient vanish with the membership.
                 members = tl.where(keys[None, :] > 0, members, 0.0)

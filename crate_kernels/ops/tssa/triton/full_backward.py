@@ -94,7 +94,7 @@ def _tssa_bwd_kernel(
         for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             rows = n + tl.arange(0, BLOCK_N)
             w = tile.load_tokens(w_at, rows, last, DIMS)  # (BLOCK_N, BLOCK_H, BLOCK_D)
-            squares = w * w
+            squares = w * w  # (BLOCK_N, BLOCK_H, BLOCK_D)
             shared = tl.sum(squares * dmoment[None, :, :], 2) + dmass[None, :]
             dmembers = tile.counted(shared, tile.kept(mask_ptr, rows, last, masking.stride_ms), mask_ptr)
             dmembers -= tile.load_rows(dgate_at, rows, last, DIMS)
@@ -129,7 +129,7 @@ def _tssa_bwd_kernel(
             w, g = tile.load_tokens(w_at, rows, last, DIMS), tile.load_tokens(dout_at, rows, last, DIMS)
             members = tile.load_rows(membership_at, rows, last, DIMS)  # (BLOCK_N, BLOCK_H)
             dlogit = tile.load_rows(dlogit_at, rows, last, DIMS)  # (BLOCK_N, BLOCK_H)
-            keep = tile.kept(mask_ptr, rows, last, masking.stride_ms)
+            keep = tile.kept(mask_ptr, rows, last, masking.stride_ms)  # (BLOCK_N,)
             slope = (2.0 * tile.counted(members, keep, mask_ptr))[:, :, None] * dmoment[None, :, :]
             mean = tile.counted(tl.broadcast_to(similarity[None, :, :], w.shape), keep, mask_ptr)
             slope += (dlogit[:, :, None] - mean) * twice[None, :, :]

@@ -109,9 +109,9 @@ def add_tokens(
     for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         rows = n + tl.arange(0, BLOCK_N)
         w = tile.load_apart(w_at, n, last, BLOCK_N, DIMS)  # (BLOCK_N, BLOCK_H, BLOCK_D)
-        keep = tile.kept(mask_ptr, rows, last, stride_ms)
+        keep = tile.kept(mask_ptr, rows, last, stride_ms)  # (BLOCK_N,)
         weights = tile.counted(tile.load_rows(membership_at, rows, last, DIMS), keep, mask_ptr)  # (BLOCK_N, BLOCK_H)
-        squares = w * w
+        squares = w * w  # (BLOCK_N, BLOCK_H, BLOCK_D)
         moment += tl.sum(squares * (weights * tile.SHIFT)[:, :, None], 0)
         mass += tl.sum(weights, 0)
         energy += tl.sum(tile.counted(squares * tile.SHIFT, keep, mask_ptr), 0)
@@ -125,7 +125,7 @@ def through_moment(w, g, members, weights, moment, mass, DIMS: tl.constexpr):
     These are g A and g A w (both by element), dM / s (by element) and the terms of V (by token and head).
     """
     earlier_masses = earlier_sums(mass, weights)
-    weighted = (weights * tile.SHIFT)[:, :, None] * (w * w)
+    weighted = (weights * tile.SHIFT)[:, :, None] * (w * w)  # (BLOCK_N, BLOCK_H, BLOCK_D)
     masses, moments = earlier_masses + weights, earlier_sums(moment, weighted) + weighted
     floored = masses + tile.MASS_FLOOR
     shifted = (floored * tile.SHIFT)[:, :, None]
