@@ -78,7 +78,7 @@ def test_chaos_is_no_agreement():
 
 def test_a_step_takes_the_median_of_its_rounds(small, monkeypatch):
     # Clock readings before and after (naive, fused) of three rounds.
-    looks = iter([look for took in (1, 4, 9, 3, 2, 50) for look in (0, took)])
+    looks = iter([look for took in (1, 4, 9, 3, 2, 50) for look in (7, 7 + took)])
     monkeypatch.setattr(compare, "perf_counter", lambda: next(looks))
     made, fresh = [], compare.fresh_model
     monkeypatch.setattr(compare, "fresh_model", lambda *args: made.append(fresh(*args)) or made[-1])

@@ -4,11 +4,12 @@ import itertools
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from crate_kernels import ista, ista_overcomplete, testing
 from crate_kernels._core import products
 from crate_kernels._native import extension
-from crate_kernels.ops.ista import op, reference
+from crate_kernels.ops.ista import composite, op, reference
 from crate_kernels.ops.ista.call import ISTACall
 from tests.ops.common import LEVELS, expected, measured, randn
 from tests.ops.ista import strides
@@ -149,6 +150,20 @@ def test_a_backward_in_bfloat16_is_that_of_its_size(tokens, dim, dtype, first, m
     assert order[0] == first
     assert asked == [tokens]
     assert op._backward_order(("composite",), x, x, weight, x, True, True, None) == ("composite",)
+
+
+@pytest.mark.parametrize(("small", "runs"), [(0, "composite"), (1 << 30, "cpp")], ids=["composite", "cpp"])
+def test_flops_of_a_backward_in_bfloat16_are_those_of_who_runs_it(small, runs, monkeypatch):
+    monkeypatch.setattr(products, "fast_dtype", lambda dtype, rows: dtype)
+    monkeypatch.setattr(op, "_SMALL", small)
+    x, weight = randn(5, 12, dtype=torch.bfloat16).requires_grad_(), randn(12, 12, dtype=torch.bfloat16, seed=1)
+    for kernel, one in ((composite, True), (native, False)):
+        monkeypatch.setattr(type(kernel.engine(x)), "one_product_back", lambda *_, one=one: one)
+    y = ista(x, weight)
+    with FlopCounterMode(display=False) as counter:
+        y.sum().backward()
+    product, square = 2 * 5 * 12 * 12, 2 * 12**3
+    assert counter.get_total_flops() == {"composite": product + square, "cpp": 2 * product}[runs]
 
 
 def test_not_a_number_stays_one_among_a_few_tokens(few_alone):
