@@ -139,7 +139,8 @@ def _add(folder: Path, name: str, found: dict[str, str]) -> None:
     inside = posixpath.dirname(name)
 
     def rename(include: re.Match[str]) -> str:
-        return f'#include "{posixpath.normpath(posixpath.join(inside, include[1]))}"'
+        path = posixpath.join("/csrc", inside, include[1])  # a test's header is outside, and includes from csrc
+        return f'#include "{posixpath.relpath(path, "/csrc")}"'
 
     found[name] = _INCLUDE.sub(rename, (folder / name).read_text(encoding="utf-8"))
     for included in _INCLUDE.findall(found[name]):

@@ -1,10 +1,10 @@
 """One command for half an hour on a GPU: ``python -m tests.gpu --minutes 25 --out FOLDER``, or ``make gpu``.
 
 It needs PyTorch, Triton, NumPy, pytest 9 and, to compile the C++ extension, a compiler and the package ninja; no git
-and no network. Five parts follow one another, each for at most its minutes: a smoke test, the test suite in processes
-side by side, the host's time, tuning, and with what time is left the benchmarks in order of worth. Results are in
-FOLDER as soon as they are known. Started again with the same folder, the run resumes where it ended: minutes that a
-part has had are counted in ``progress.json``.
+and no network. Six parts follow one another, each for at most its minutes: a smoke test, the test suite in processes
+side by side, probes of the hardware, the host's time, tuning, and with what time is left the benchmarks in order of
+worth. Results are in FOLDER as soon as they are known. Started again with the same folder, the run resumes where it
+ended: minutes that a part has had are counted in ``progress.json``.
 """
 
 import argparse
@@ -50,7 +50,14 @@ class Part:
 
 
 # On an H200 with 16 cores, smoke ended within a minute, and the suite within four.
-PARTS = (Part("smoke", 1.5), Part("suite", 4.5), Part("host", 1), Part("tuning", 3), Part("timing", math.inf))
+PARTS = (
+    Part("smoke", 1.5),
+    Part("suite", 4.5),
+    Part("probes", 1),
+    Part("host", 1),
+    Part("tuning", 3),
+    Part("timing", math.inf),
+)
 
 
 class State:

@@ -279,17 +279,16 @@ def items(dry_run):
     return found
 
 
-def work(path, index, count, deadline, dry_run):
-    """Run one process's items and return the exit status."""
+def work(path, items, deadline, limit=LIMIT):
+    """Run items, each for at most ``limit`` seconds, append their results to a file and return the exit status."""
     before = lines.results(path)
-    mine = list(items(dry_run).items())[index - 1 :: count]
-    for name, item in mine:
+    for name, item in items:
         if name in before and before[name]["outcome"] != "skipped":
             continue
         if time.monotonic() > deadline:
             return processes.INCOMPLETE
         lines.append(path, item=name, outcome="started")
-        faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
         start = time.monotonic()
         try:
             said = {"outcome": "passed", **item()}
@@ -336,7 +335,7 @@ def main(argv=None):
     path, deadline = args.out / "smoke.jsonl", time.monotonic() + args.seconds
     worker = 1 if args.workers == 1 else args.worker
     if worker is not None:
-        status = work(path, worker, args.workers, deadline, args.dry_run)
+        status = work(path, [*items(args.dry_run).items()][worker - 1 :: args.workers], deadline)
     else:
         same = ["-m", "tests.gpu.smoke", "--out", args.out, "--workers", args.workers]
         same += ["--dry-run"] if args.dry_run else []

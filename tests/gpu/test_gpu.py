@@ -62,18 +62,18 @@ def called(folder, watch, minutes, needs):
 
 
 def test_each_part_has_its_minutes_and_the_rest_goes_to_the_last(tmp_path, watch):
-    needs = {"smoke": 80, "suite": 10_000, "host": 50, "tuning": 10_000, "timing": 10_000}
-    given = [("smoke", 90), ("suite", 270), ("host", 60), ("tuning", 180), ("timing", 920)]
+    needs = {"smoke": 80, "suite": 10_000, "probes": 40, "host": 50, "tuning": 10_000, "timing": 10_000}
+    given = [("smoke", 90), ("suite", 270), ("probes", 60), ("host", 60), ("tuning", 180), ("timing", 880)]
     assert called(tmp_path, watch, 25, needs) == given
 
 
 def test_a_shorter_call_goes_on_where_the_last_one_ended(tmp_path, watch):
-    needs = {"smoke": 80, "suite": 10_000, "host": 10, "tuning": 120, "timing": 300}
+    needs = {"smoke": 80, "suite": 10_000, "probes": 20, "host": 10, "tuning": 120, "timing": 300}
     calls = [called(tmp_path, watch, 5, needs) for _ in range(3)]
     assert calls == [
         [("smoke", 90), ("suite", 220)],
-        [("suite", 50), ("host", 60), ("tuning", 180), ("timing", 120)],
-        [("timing", 300), ("suite", 120)],  # all had their minutes: what is left goes to the first that needs it
+        [("suite", 50), ("probes", 60), ("host", 60), ("tuning", 180), ("timing", 100)],
+        [("timing", 300), ("suite", 100)],  # all had their minutes: what is left goes to the first that needs it
     ]
 
 
@@ -284,7 +284,7 @@ def test_what_does_not_compile_in_time_ends_the_call(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "side_by_side", lambda *arguments, **options: DONE)
     monkeypatch.setattr(gpu.time, "monotonic", lambda: next(clock))
     assert gpu.main(["--minutes", "25", "--out", str(tmp_path)]) == INCOMPLETE
-    assert [own["status"] for own in gpu.State(tmp_path).parts.values()] == ["done", "", "", "", ""]
+    assert [own["status"] for own in gpu.State(tmp_path).parts.values()] == ["done", "", "", "", "", ""]
     assert len(ended) == 1
 
 
@@ -338,7 +338,7 @@ def test_the_whole_command_runs_dry(tmp_path):
     assert done.stdout.count("minutes at most") == 0
     state = json.loads((tmp_path / "progress.json").read_text())
     assert {own["status"] for own in state.values()} == {"done"}
-    assert len(list(tmp_path.iterdir())) <= 8
+    assert len(list(tmp_path.iterdir())) <= 9
     assert "suite: done" in done.stdout
     assert {row.provider for row in rows.read(tmp_path / "bench.json").rows} == set(bench_overhead.overhead.PROVIDERS)
     assert math.isfinite(json.loads((tmp_path / "tuning-log.jsonl").read_text().splitlines()[-1])["seconds"])
