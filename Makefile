@@ -41,7 +41,7 @@ check: .venv/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
-	$(if $(CPP),$(BIN)/clang-format --dry-run --Werror $(CPP) $(wildcard tests/tools/emulator/*.cpp tests/tools/emulator/*.h))
+	$(if $(CPP),$(BIN)/clang-format --dry-run --Werror $(CPP) $(wildcard tests/gpu/*.cuh tests/tools/emulator/*.cpp tests/tools/emulator/*.h))
 	$(SPHINX)
 
 SPHINX = $(BIN)/python -m sphinx -q --fail-on-warning docs docs/_build

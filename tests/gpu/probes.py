@@ -62,7 +62,7 @@ def check_device(device):
 
 def same(got, expected):
     """Return the outcome of bits, with the first number that differs, or the last."""
-    wrong = (got.cpu() != expected.cpu()).flatten()
+    wrong = (got != expected.to(got.device)).flatten()
     place = int(wrong.nonzero()[0]) if wrong.any() else wrong.numel() - 1
     values = {"got": got.flatten()[place].item(), "expected": expected.flatten()[place].item()}
     return {"outcome": "failed" if wrong.any() else "passed", **values, "place": place, "wrong": int(wrong.sum())}
@@ -145,13 +145,10 @@ def clocks(name, threads, device):
     """Return the clocks of an instruction of each warp, from runs of few and of many, in one block."""
     found = torch.zeros(ROUNDS, 2, dtype=torch.int64, device=device)
     run(f"clocks_kernel<probe::{name}>", Shape(1, threads, SHARED), found, header=CLOCKS)
-    each = [(many - few) / (MANY - FEW) for few, many in found.tolist()[1:]]
-    return {
-        "outcome": "measured",
-        "clocks": min(each),
-        "median": statistics.median(each),
-        "instruction": TIMED[name][1],
-    }
+    rounds = found.tolist()
+    each = [(many - few) / (MANY - FEW) for few, many in rounds[1:]]
+    figures = {"clocks": min(each), "median": statistics.median(each), "rounds": rounds}
+    return {"outcome": "measured", "instruction": TIMED[name][1], **figures}
 
 
 def fill(adds, to, times):
@@ -162,7 +159,7 @@ def fill(adds, to, times):
 
 def filled(to, count):
     """Hold places to four numbers stored, or added ``count`` times."""
-    return same(to, torch.tensor([1.0, 2.0, 3.0, 4.0]).mul(count).expand(len(to), 4))
+    return same(to, torch.tensor([1.0, 2.0, 3.0, 4.0], device=to.device).mul(count).expand(len(to), 4))
 
 
 def rate(adds, places, device):

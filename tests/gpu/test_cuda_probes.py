@@ -11,11 +11,7 @@ from tests.gpu import lines, probes, processes, smoke
 
 CPU = torch.device("cpu")
 HOPPER = {"capability": 90, "shared_limit": 227 * 1024}
-OFTEN = ("product bfloat16 64", "unused", "guard", "matrices")  # two kernels: g++ takes seconds for each
-BITS = [
-    pytest.param(item, id=name, marks=[] if name.startswith(OFTEN) else pytest.mark.exhaustive)
-    for name, item in probes.bits().items()
-]
+BITS = [pytest.param(item, id=name) for name, item in probes.bits().items()]
 
 
 @pytest.mark.parametrize("item", BITS)
@@ -26,7 +22,6 @@ def test_the_emulator_computes_what_a_gpu_should(item, device):
     assert found["expected"] in (found["got"], "at most 1")
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("adds", [False, True], ids=["stores", "adds"])
 def test_every_place_is_filled_as_often(adds, device):
     device(**HOPPER)
@@ -72,11 +67,13 @@ def test_clocks_are_of_one_instruction_and_not_of_the_first_round(monkeypatch):
             found[number] = torch.tensor([50 + 8 * 3, 50 + 40 * 3 + 32 * (number > 1)])
 
     monkeypatch.setattr(probes, "run", run)
-    assert probes.clocks("Load", 128, CPU) == {
+    found = probes.clocks("Load", 128, CPU)
+    assert {**found, "rounds": len(found["rounds"])} == {
         "outcome": "measured",
+        "instruction": "LDSM",
         "clocks": 3.0,
         "median": 4.0,
-        "instruction": "LDSM",
+        "rounds": probes.ROUNDS,
     }
 
 
