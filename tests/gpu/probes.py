@@ -121,7 +121,7 @@ def numbers(x, device):
 
 def function(place, exact, bounds, unit, device):
     """Hold a function to its error: at most so many units of the last place, or 2^-22 where there is no unit."""
-    x = torch.linspace(*bounds, 4099)
+    x = torch.linspace(bounds[0], bounds[1], 4099)
     expected = exact(x.double())
     error = (numbers(x, device)[place].double() - expected).abs()
     share = (error / (unit * 2.0 ** (expected.abs().log2().floor() - 23) if unit else 2.0**-22)).max().item()
