@@ -26,7 +26,7 @@ HEADERS = (
 
 def whole_heads():
     for dim in DIMS:
-        yield f"HeadForwardShape<bf16, {dim}, 64, false>::kMostBeside", heads._most_beside(dim)
+        yield f"HeadForwardShape<bf16, {dim}, 64, false>::kMostBeside", heads._max_blocks_per_sm(dim)
         for rows in ROWS:
             forward = f"HeadForwardShape<bf16, {dim}, {rows}, false>"
             bytes_ = heads.forward_shared_bytes(dim, rows)

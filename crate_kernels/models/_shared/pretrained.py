@@ -110,7 +110,7 @@ def save(model: Configured, folder: Path, state_dict: Mapping[str, Tensor] | Non
 def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
     """Return the class name and the config fields in a folder."""
     path = reading.inside(_OWNER, folder, CONFIG)
-    config = reading.json_object(_OWNER, path, reading.MOST_TEXT)
+    config = reading.json_object(_OWNER, path, reading.MAX_TEXT)
     if not isinstance(config.get(_TYPE), str):
         raise ValueError(f"{_OWNER}: {path} must be an object with a {_TYPE!r}")
     config.pop(_ARCHITECTURES, None)
@@ -157,7 +157,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _shards(index: Path) -> list[str]:
     """Return the names of files in an index of weights."""
-    places = reading.json_object(_OWNER, index, reading.MOST_HEADER).get("weight_map")
+    places = reading.json_object(_OWNER, index, reading.MAX_HEADER).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise ValueError(f"{_OWNER}: {index} must have a weight_map from names to names of files")
     names = sorted(set(places.values()))

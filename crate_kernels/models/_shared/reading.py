@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST_TEXT = 1 << 20  # bytes of a config: a thousand times the longest here
-MOST_HEADER = 8 << 20  # bytes of a safetensors header, or of an index of weights: some 80,000 tensors
+MAX_TEXT = 1 << 20  # bytes of a config: a thousand times the longest here
+MAX_HEADER = 8 << 20  # bytes of a safetensors header, or of an index of weights: some 80,000 tensors
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -118,10 +118,10 @@ def _check_header(owner: str, path: Path) -> None:
     with path.open("rb") as file:
         left = os.fstat(file.fileno()).st_size - 8
         length = int.from_bytes(file.read(8), "little")
-        if length > MOST_HEADER or length > left:
+        if length > MAX_HEADER or length > left:
             raise ValueError(
                 f"{owner}: {path} must be a whole safetensors file, got a header of {length} bytes, of at most "
-                f"{MOST_HEADER}, and {max(left, 0)} bytes after its size"
+                f"{MAX_HEADER}, and {max(left, 0)} bytes after its size"
             )
         _parsed(owner, path, file.read(length))
 

@@ -39,7 +39,7 @@ def shared_bytes(dim: int, rows: int, masked: bool) -> int | None:
     return next((n * stage + rest for n in (2, 1) if n * stage + rest <= hopper.SHARED), None)
 
 
-def _most_beside(dim: int) -> int:
+def _max_blocks_per_sm(dim: int) -> int:
     """Return how many blocks of the forward a multiprocessor has registers for."""
     return 3 if dim <= 112 else 2
 
@@ -50,7 +50,7 @@ def forward_shared_bytes(dim: int, rows: int) -> int:
     stage = panels * rows * _ROW
     rest = panels * 64 * _ROW + _columns_bytes(rows, tail) + 128 * tail + 2560
     two = 2 * stage + rest
-    return two if _most_beside(dim) * (two + 1024) <= _MULTIPROCESSOR else stage + rest
+    return two if _max_blocks_per_sm(dim) * (two + 1024) <= _MULTIPROCESSOR else stage + rest
 
 
 def shape_of(seqlen: int, head_dim: int) -> tuple[int, int]:
@@ -105,8 +105,8 @@ def forward(w: Tensor, call: MSSACall, out: Tensor, lse: Tensor) -> Tensor:
     parameters, left = hopper.parameters(hopper.HeadCall, w, call, lse)
     parameters.out = hopper.tokens(out, call)
     bytes_ = forward_shared_bytes(dim, rows)
-    beside = min(_MULTIPROCESSOR // (bytes_ + 1024), _most_beside(dim))
-    shape = Shape(min(len(left), beside * launch.gpu(w.device).multiprocessors), 128, bytes_)
+    blocks_per_sm = min(_MULTIPROCESSOR // (bytes_ + 1024), _max_blocks_per_sm(dim))
+    shape = Shape(min(len(left), blocks_per_sm * launch.gpu(w.device).multiprocessors), 128, bytes_)
     launch.run(_forward_kernel(w.dtype, dim, rows, call.causal), shape, [parameters], w.device)
     return left
 
@@ -129,8 +129,10 @@ def backward(
     )
     parameters.dlse = dlse
     # A block stays on its multiprocessor and takes one head after another. Smaller heads share a multiprocessor.
-    beside = max(hopper.SHARED // (bytes_ + 1024), 1)
-    shape = Shape(min(len(left), beside * launch.gpu(w.device).multiprocessors), 128 * min(rows // 64, 3), bytes_)
+    blocks_per_sm = max(hopper.SHARED // (bytes_ + 1024), 1)
+    shape = Shape(
+        min(len(left), blocks_per_sm * launch.gpu(w.device).multiprocessors), 128 * min(rows // 64, 3), bytes_
+    )
     launch.run(_kernel(w.dtype, dim, rows, call.padded, call.causal), shape, [parameters], w.device)
     return left
 

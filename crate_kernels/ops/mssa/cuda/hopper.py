@@ -1,4 +1,4 @@
-"""What every kernel of sm_90a alone is given, and which calls they serve: csrc/mssa/cuda/head_*.cuh, long_*.cuh.
+"""Parameters of every kernel of sm_90a alone, and which calls they serve: csrc/mssa/cuda/head_*.cuh, long_*.cuh.
 
 They serve 16-bit tokens of at most 128 channels, without dropout. What is out of their range they leave to the kernels
 of tensor_cores.py: that is found on the GPU, which the host does not wait for.
@@ -26,7 +26,7 @@ from crate_kernels.ops.mssa.cuda.tensor_cores import TYPES
 
 CAPABILITY = 90  # wgmma is that of sm_90a alone
 SHARED = 232448  # bytes of a block
-_MOST_CHANNELS = 128
+_MAX_CHANNELS = 128
 
 
 def table(name: str, option: str) -> Table:
@@ -69,7 +69,7 @@ def serves(w: Tensor, call: MSSACall) -> bool:
         and call.scale > 0
         and call.seed is None
         and call.threshold is None
-        and w.shape[-1] <= _MOST_CHANNELS
+        and w.shape[-1] <= _MAX_CHANNELS
     )
 
 
@@ -79,11 +79,11 @@ def chosen(table: Table, w: Tensor, call: MSSACall) -> bool:
     return config == table.candidates[0]
 
 
-_Given = TypeVar("_Given", bound=HeadCall)
+_Call = TypeVar("_Call", bound=HeadCall)
 
 
-def parameters(kind: type[_Given], w: Tensor, call: MSSACall, lse: Tensor) -> tuple[_Given, Tensor]:
-    """Return what both directions are given, and what is left: (heads,) int32, which the kernels write."""
+def parameters(kind: type[_Call], w: Tensor, call: MSSACall, lse: Tensor) -> tuple[_Call, Tensor]:
+    """Return the parameters of both directions, and what is left: (heads,) int32, which the kernels write."""
     sequences = w.shape[0] if call.cu_seqlens is None else len(call.cu_seqlens) - 1
     heads = sequences * w.shape[1]
     left = torch.empty(heads, dtype=torch.int32, device=w.device)

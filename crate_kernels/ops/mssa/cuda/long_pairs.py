@@ -67,8 +67,8 @@ def backward(
     parameters.blocks = cdiv(parameters.seqlen, 64 * _GROUPS)
     long_rows.scale_gradients(parameters, w, call)
     shape = Shape(heads * parameters.blocks, 128 * (_GROUPS + 1), shared_bytes(dim, both))
-    given = [parameters, ctypes.c_int32(call.causal)]
-    launch.run(_pairs_kernel(w.dtype, dim, both), shape, given, w.device)
+    arguments = [parameters, ctypes.c_int32(call.causal)]
+    launch.run(_pairs_kernel(w.dtype, dim, both), shape, arguments, w.device)
     shape = Shape(heads * tiles, 128, dim // 64 * _TILE * _ROW)
     launch.run(_round_kernel(w.dtype, dim), shape, [parameters], w.device)
     return left

@@ -123,7 +123,7 @@ def forward(w: Tensor, call: MSSACall, out: Tensor, lse: Tensor) -> Tensor:
 def gradient(
     dout: Tensor, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: MSSACall, dw: Tensor
 ) -> tuple[LongCall, Tensor]:
-    """Return what the kernels of a backward are given, and how many tokens of each head are left, all or none.
+    """Return the parameters of the kernels of a backward, and how many tokens of each head are left, all or none.
 
     ``lse`` and ``dlse`` are contiguous, and ``dw`` has rows of whole packs of 16 bytes.
     """
@@ -144,8 +144,10 @@ def scale_gradients(parameters: LongCall, w: Tensor, call: MSSACall) -> None:
     dim, tiles = dim_of(w), parameters.heads * cdiv(parameters.seqlen, _TILE)
     for name in ("range", "scale"):
         launch.run(_prepare_kernel(name, w.dtype, dim), Shape(tiles, _TILE), [parameters], w.device)
-    given = [parameters, ctypes.c_int32(call.causal)]
-    launch.run(_prepare_kernel("delta", w.dtype, dim), Shape(2 * tiles, 128, delta_shared_bytes(dim)), given, w.device)
+    arguments = [parameters, ctypes.c_int32(call.causal)]
+    launch.run(
+        _prepare_kernel("delta", w.dtype, dim), Shape(2 * tiles, 128, delta_shared_bytes(dim)), arguments, w.device
+    )
 
 
 def backward(
@@ -157,8 +159,8 @@ def backward(
     parameters.blocks = cdiv(parameters.seqlen, 64 * groups)
     scale_gradients(parameters, w, call)
     shape = Shape(parameters.heads * parameters.blocks, 128 * (groups + 1), backward_shared_bytes(dim))
-    given = [parameters, ctypes.c_int32(call.causal)]
-    launch.run(_backward_kernel(w.dtype, dim, call.causal or call.padded), shape, given, w.device)
+    arguments = [parameters, ctypes.c_int32(call.causal)]
+    launch.run(_backward_kernel(w.dtype, dim, call.causal or call.padded), shape, arguments, w.device)
     return left
 
 

@@ -12,7 +12,7 @@ from crate_kernels.ops.mssa.splits import cdiv
 # As plain.cuh has them: threads of a block, its rows, the rows of a tile, channels at a time, and floats between rows.
 _THREADS, _OWNED, _TILE, _CHUNK = 128, 64, 32, 64
 _PITCH, _WEIGHT_PITCH = _CHUNK + 4, _TILE + 8
-_MOST_CHUNKS = 2  # of the output, that a block accumulates at once
+_MAX_CHUNKS = 2  # of the output, that a block accumulates at once
 # Bytes of shared memory.
 _FORWARD_SHARED = 4 * ((_OWNED + _TILE) * _PITCH + _OWNED * _WEIGHT_PITCH)
 _BACKWARD_SHARED = 4 * (2 * (_OWNED + _TILE) * _PITCH + _OWNED * _WEIGHT_PITCH)
@@ -35,21 +35,21 @@ def _backward_kernel(chunks: int, apart: bool) -> Kernel:
 
 def kernels() -> list[Kernel]:
     """List every kernel that calls launch."""
-    forms = [(chunks, apart) for chunks in (1, _MOST_CHUNKS) for apart in (False, True)]
+    forms = [(chunks, apart) for chunks in (1, _MAX_CHUNKS) for apart in (False, True)]
     return [_DELTA, _MEASURE, *(kernel(*form) for kernel in (_forward_kernel, _backward_kernel) for form in forms)]
 
 
 def _launch(kernel: Kernel, fields: dict, w: Tensor, shared_bytes: int, grouped: bool = True) -> None:
     """Launch a block for each stretch of rows, and for each group of channels if the kernel has groups."""
     blocks = max(cdiv(fields["seqlen"], _OWNED), 1)
-    groups = cdiv(w.shape[-1], _MOST_CHUNKS * _CHUNK)
+    groups = cdiv(w.shape[-1], _MAX_CHUNKS * _CHUNK)
     count = fields["sequences"] * fields["nheads"] * blocks * (groups if grouped else 1)
     parameters = MssaProblem(**fields, blocks=blocks, groups=groups)
     launch.run(kernel, Shape(count, _THREADS, shared_bytes), [parameters], w.device)
 
 
 def _chunks(w: Tensor) -> int:
-    return 1 if w.shape[-1] <= _CHUNK else _MOST_CHUNKS
+    return 1 if w.shape[-1] <= _CHUNK else _MAX_CHUNKS
 
 
 def find_delta(fields: dict, w: Tensor) -> None:

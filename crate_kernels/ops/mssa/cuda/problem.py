@@ -1,4 +1,4 @@
-"""What every kernel of subspace attention is given: csrc/mssa/cuda/problem.cuh."""
+"""Parameters of every kernel of subspace attention: csrc/mssa/cuda/problem.cuh."""
 
 from __future__ import annotations
 

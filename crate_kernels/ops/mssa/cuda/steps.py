@@ -67,14 +67,14 @@ def step(fields: dict, w: Tensor, part: Tensor, statistics: Tensor) -> None:
     tokens = 1 if new == 1 else GROUP
     vectors = 2 if packs > lanes else 1  # of fp32 alone: 256 halves are a pack a lane
     blocks = cdiv(new, tokens)
-    given = {**fields, "part": part, "statistics": statistics, "splits": splits, "lanes": lanes}
+    arguments = {**fields, "part": part, "statistics": statistics, "splits": splits, "lanes": lanes}
     attends, combines = decode_kernel(w.dtype, tokens, vectors), _combine_kernel(w.dtype)
     for kernel in (attends, combines):  # before either writes to the cache: one may not compile
         launch.function(kernel, w.device, (MssaStep,))
     shape = Shape(_heads(fields) * blocks * splits, _THREADS, 4 * (_THREADS // _WARP) * tokens * (head_dim + 2))
-    launch.run(attends, shape, [MssaStep(**given, blocks=blocks)], w.device)
+    launch.run(attends, shape, [MssaStep(**arguments, blocks=blocks)], w.device)
     shape = Shape(_heads(fields) * new, cdiv(head_dim, _WARP) * _WARP)
-    launch.run(combines, shape, [MssaStep(**given, blocks=new)], w.device)
+    launch.run(combines, shape, [MssaStep(**arguments, blocks=new)], w.device)
 
 
 def append(fields: dict, w: Tensor) -> None:
