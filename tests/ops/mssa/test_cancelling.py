@@ -98,6 +98,13 @@ def worst(case, dtype, backend, device="cpu", gradient_of=gradient):
     return max(shares)
 
 
+def check_weights_of_one(tokens, dtype, backend, device="cpu"):
+    """Tokens that see themselves alone: dw is dout. fp16 weights are raised the most here, and may not overflow."""
+    w = (16 * torch.eye(tokens, 64)).expand(1, 2, tokens, 64).to(device, dtype)
+    g = (1e-3 * torch.randn(1, 2, tokens, 64)).to(device, dtype)
+    torch.testing.assert_close(gradient(w, g, backend), g.double(), rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+
+
 @TURNS
 @HALF
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -119,6 +126,13 @@ def test_gradients_of_lse_for_tokens_of_zeros(dtype, backend, device):
 @pytest.mark.parametrize(("backend", "device"), KERNELS)
 def test_small_gradients_of_long_tokens(dtype, backend, device):
     assert worst(SMALL, dtype, backend, device) < 1
+
+
+@HALF
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize(("backend", "device"), KERNELS)
+def test_weights_of_one_beside_small_gradients(tokens, dtype, backend, device):
+    check_weights_of_one(tokens, dtype, backend, device)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -82,6 +82,12 @@ def test_small_gradients_of_long_tokens_keep_their_bits(dtype, backend):
     assert test_cancelling.worst(test_cancelling.SMALL, dtype, backend) < 1
 
 
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_weights_of_one_beside_small_gradients(tokens, dtype, backend):
+    test_cancelling.check_weights_of_one(tokens, dtype, backend)
+
+
 @pytest.mark.parametrize("case", [c for c in CASES if c.shape[2] in (0, 64)], ids=str)
 def test_what_tensor_cores_refuse_is_within_budget(case, backend, device, library):
     def kernels(dtype):
