@@ -50,10 +50,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the table; return 1 if one of our backends is wrong, 2 if nothing could be measured."""
     if args.bench_subcommand == "compare":
         return _compare(args)
-    try:
-        device = machine.choose(args.device, (), None)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        print(f"bench: --device {args.device} cannot be used: {error}")
+    device = machine.choose_or_say("bench", args.device)
+    if device is None:
         return 2
     if args.output is None:
         return _bench(args, device)

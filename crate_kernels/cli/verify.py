@@ -43,11 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; return 1 if anything failed, 2 if nothing could be checked."""
-    try:
-        device = str(machine.choose(args.device, (), None))
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        print(f"verify: --device {args.device} cannot be used: {error}")
+    found = machine.choose_or_say("verify", args.device)
+    if found is None:
         return 2
+    device = str(found)
     for name in args.backend or ():
         if name not in backends.names():
             print(f"verify: --backend must be one of {', '.join(backends.names())}, got {name!r}")

@@ -25,6 +25,15 @@ def choose(device: str | None, ops: tuple[str, ...], backend: str | None) -> tor
     return found
 
 
+def choose_or_say(command: str, device: str | None) -> torch.device | None:
+    """Return the requested device as ``choose`` does; where it cannot be used, print why and return None."""
+    try:
+        return choose(device, (), None)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        print(f"{command}: --device {device} cannot be used: {error}")
+        return None
+
+
 def describe(device: torch.device) -> dict[str, str]:
     """Describe the device and the versions behind the numbers."""
     return {
