@@ -89,10 +89,13 @@ def test_what_is_no_part_is_refused(arguments, capsys):
     assert "error" in capsys.readouterr().err
 
 
-def test_what_is_recorded_fits_every_gpu():
+def test_what_is_recorded_fits_every_gpu_and_spills_nothing():
     for by_arch in RECORDED["kernels"].values():
         for arch, kernels in by_arch.items():
-            assert all(0 < registers <= 255 and shared <= 48 * 1024 for registers, _, shared in kernels.values()), arch
+            for name, (registers, spills, shared) in kernels.items():
+                assert 0 < registers <= 255, (arch, name)
+                assert spills == 0, (arch, name)
+                assert shared <= 48 * 1024, (arch, name)
 
 
 STANDARD = """#include <cfloat>

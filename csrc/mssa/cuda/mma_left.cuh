@@ -20,7 +20,8 @@ __global__ void __launch_bounds__(128) mma_left_forward_kernel(Problem call, con
 }
 
 template <class T, int DIM>
-__global__ void __launch_bounds__(kShiftWarps * 32) mma_left_shift_kernel(Problem call, const int32_t* left) {
+__global__ void __launch_bounds__(kShiftWarps * 32, kShiftBlocks)
+    mma_left_shift_kernel(Problem call, const int32_t* left) {
   if (left[blockIdx.x / call.blocks] != 0) shift_block<T, DIM>(call);
 }
 

@@ -14,6 +14,7 @@
 namespace crate_kernels::mssa {
 
 constexpr int kShiftWarps = 4;
+constexpr int kShiftBlocks = 8;  // a multiprocessor
 
 // Writes shift of row i, if it exists.
 CRATE_DEVICE void put_shift(const Problem& call, const Head& head, int i, float delta) {
@@ -153,7 +154,7 @@ CRATE_DEVICE void summed_shift_rows(const Problem& call, const bool (&wanted)[2]
     finish_copies();
     if (row >= head.length) continue;
     float s[2][4] = {}, d[2][4] = {};  // (16, kShiftColumns) per warp: w_i.w_j, dout_i.w_j
-#pragma unroll 4
+#pragma unroll 2
     for (int k = 0; k < DIM / 16; ++k) {
       uint32_t a[4], b[2][2];
       right_transposed<DIM>(b, tile, k);
@@ -233,7 +234,7 @@ CRATE_DEVICE void shift_block(const Problem& call) {
 }
 
 template <class T, int DIM>
-__global__ void __launch_bounds__(kShiftWarps * 32) mma_shift_kernel(Problem call) {
+__global__ void __launch_bounds__(kShiftWarps * 32, kShiftBlocks) mma_shift_kernel(Problem call) {
   if constexpr (kTensorCores) {
     shift_block<T, DIM>(call);
   } else {
