@@ -34,6 +34,8 @@ TARGETS = {
 ADA = {"sm_89": GPUTarget("cuda", 89, 32)}  # sm_80's code with little shared memory
 STRICT = ("sm_80", "sm_90")  # where 16-bit kernels with head_dim <= 128 may not spill at all
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+TENSOR_MEMORY = 512  # columns that a multiprocessor of sm_100 has
+ROOT = Path(__file__).parents[3]
 # Known spills, in bytes of stack per thread; they may shrink, never grow.
 RECORDED = Path(__file__).with_name("spills.json")
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -174,6 +176,18 @@ def compiled(call, target):
         if kernel not in kernels:
             kernels.append(kernel)
     return kernels
+
+
+def misfits(launches, target):
+    """Compile launches; list those that ask for more memory of a multiprocessor than there is."""
+    wrong = []
+    for launch in launches:
+        compiled = triton.compile(source_of(launch, TARGETS[target]), target=TARGETS[target], options=launch.options)
+        shared, columns = compiled.metadata.shared, getattr(compiled.metadata, "tmem_size", None) or 0
+        if shared > SHARED_LIMIT[target] or columns > TENSOR_MEMORY:
+            name = launch.function.__name__
+            wrong.append(f"{name}: {shared} bytes of shared memory, {columns} columns of tensor memory")
+    return wrong
 
 
 def spill_key(case, target, kernel, strict):

@@ -1,4 +1,4 @@
-"""Calls of every operator's launchers on small and odd sizes, for ``sweep.py``: no list of kernels is kept by hand.
+"""Calls of every operator's launchers on small and odd sizes: no list of kernels is kept by hand.
 
 Every pair of an operator's two main sizes is there; what else a call takes is drawn for it, the same on every machine.
 """
@@ -83,10 +83,9 @@ def _drawn(name: str, form: SizedForm, number: int) -> Iterator[dict]:
         yield arguments
 
 
-def calls(draws: int = 1, part: str = "") -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield every call by what makes it, as "tssa.causal(nheads=1, ...)", of forms whose names have ``part``."""
+def calls(draws: int = 1) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield every call by what makes it, as "tssa.causal(nheads=1, ...)"."""
     for number, (name, form) in itertools.product(range(draws), FORMS.items()):
-        if part in name:
-            for arguments in _drawn(name, form, number):
-                said = ", ".join(f"{key}={value}" for key, value in arguments.items())
-                yield f"{name}({said})", form.make(**arguments)
+        for arguments in _drawn(name, form, number):
+            said = ", ".join(f"{key}={value}" for key, value in arguments.items())
+            yield f"{name}({said})", form.make(**arguments)
