@@ -62,13 +62,13 @@ gpu:
 	$(PYTHON) -m tests.gpu --minutes $(MINUTES) --out $(OUT) $(ARGS)
 
 SHIP := .venv-ship/bin
-# PyTorch's libraries are in memory before ours, so they are not copied into the wheel.
+# PyTorch's library is in memory before ours, so it is not copied into the wheel.
 ## source distribution and binary wheel into dist/, tried without a compiler; one wheel serves every GPU
 wheel: .venv/dev.stamp .venv-ship/made.stamp
 	rm -rf build/wheel dist
 	$(BIN)/python -m build --sdist --no-isolation --outdir dist
 	$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel
-	PATH="$(CURDIR)/$(SHIP):$$PATH" $(SHIP)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' -w dist build/wheel/*.whl
+	PATH="$(CURDIR)/$(SHIP):$$PATH" $(SHIP)/auditwheel repair --exclude libtorch_cpu.so -w dist build/wheel/*.whl
 	$(BIN)/python -m tests.tools.ship.wheel dist/*.whl
 
 ## remove what the other targets made
@@ -121,8 +121,8 @@ fuzz: .venv/test.stamp extension
 # Python 3.10 to 3.14, PyTorch 2.11 to 2.15, their Triton, g++ and clang++, as far as this machine has them.
 # make matrix ARGS='--part smoke --only torch2.15'
 #. the tests on every supported version, each in a fresh environment; resumes
-matrix: .venv/test.stamp
-	$(BIN)/python -m tests.tools.ship.matrix $(ARGS)
+matrix: .venv/test.stamp .venv-ship/made.stamp
+	PATH="$(CURDIR)/$(SHIP):$$PATH" $(BIN)/python -m tests.tools.ship.matrix $(ARGS)
 
 # Kernels are compiled for an H100 and launched by a driver that does nothing: no GPU is needed.
 host: OUT = benchmarks/results/host.json

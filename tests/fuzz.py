@@ -7,7 +7,6 @@ failed there, and another goes on after it. ``--seed N --backend B`` repeats a c
 
 import argparse
 import faulthandler
-import hashlib
 import itertools
 import json
 import os
@@ -24,7 +23,6 @@ from pathlib import Path
 import torch
 
 from crate_kernels._core import files
-from tests import apart, loaders
 from tests.apart import judge as calls
 from tests.apart.call import HOPPER
 from tests.apart.draw import OPERATORS, draw, seeds_of
@@ -32,9 +30,10 @@ from tests.apart.machines import quiet, ready
 from tests.loaders import folders
 from tests.loaders import judge as corrupted
 from tests.tools import bound
+from tests.tools.sources import ROOT, digest
 
-ROOT = Path(__file__).parents[1]
 OUTPUT = Path("fuzz-output")
+SOURCES = ("crate_kernels", "csrc", "tests/apart", "tests/loaders")
 ANY, LOADERS = "any", "loaders"
 BACKENDS = (ANY, "cpp", "composite", "reference", "emulated", *HOPPER, "triton", LOADERS)
 STATUSES = ("passed", "close", "refused", "limit", "loaded", "failed", "broken")
@@ -160,15 +159,6 @@ def read(log):
     return {record["seed"]: record for record in map(json.loads, lines)}
 
 
-def digest():
-    """Return a name for the sources that are tested and that test: a log holds for no others."""
-    found = hashlib.sha256()
-    for folder in (ROOT / "crate_kernels", ROOT / "csrc", *(Path(one.__file__).parent for one in (apart, loaders))):
-        for path in sorted(path for path in folder.rglob("*.*") if path.suffix in (".py", ".h", ".cpp", ".cuh")):
-            found.update(path.read_bytes())
-    return found.hexdigest()[:12]
-
-
 def table(found, count, out):
     """Print what came of each cell's seeds; return the exit status."""
     head = "".join(f"{status:>9}" for status in STATUSES)
@@ -208,7 +198,7 @@ def main(argv=None):
     arguments = parse(argv)
     if arguments.seed is not None:
         return repeat(arguments.seed, (arguments.backend or [ANY])[0])
-    out = arguments.out or OUTPUT / digest()
+    out = arguments.out or OUTPUT / digest(*SOURCES)
     if arguments.child:
         return work(arguments, out)
     out = out.resolve()

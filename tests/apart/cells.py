@@ -20,7 +20,8 @@ import torch.nn.functional as F
 
 import crate_kernels
 from crate_kernels._core import files
-from tests.fuzz import OUTPUT, digest
+from tests.fuzz import OUTPUT
+from tests.tools.sources import digest
 
 OPERATORS = ("mssa", "mssa causal", "tssa", "tssa causal", "ista")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -210,7 +211,7 @@ def main():
         "--log", type=Path, help=f"log of the cells (default {OUTPUT}/cells-<hash of the sources>.jsonl)"
     )
     arguments = parser.parse_args()
-    log = arguments.log or OUTPUT / f"cells-{digest()}.jsonl"
+    log = arguments.log or OUTPUT / f"cells-{digest('crate_kernels', 'csrc')}.jsonl"
     wanted = cells({name: getattr(arguments, name) for name in GRID}, arguments.op)
     log.parent.mkdir(parents=True, exist_ok=True)
     try:

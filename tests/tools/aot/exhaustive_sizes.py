@@ -1,6 +1,6 @@
 """Compile, without a GPU, every kernel that the operators launch on the small and odd sizes of ``sizes.py``.
 
-``pytest -n auto tests/tools/aot/exhaustive_sizes.py -k sm_90``; with Triton 3.6 by ``PYTHONPATH=.:.venv-triton-3.6``. Not
+``pytest -n auto tests/tools/aot/exhaustive_sizes.py -k sm_90``; ``PYTHONPATH=.:.venv-triton-3.6`` takes Triton 3.6. Not
 collected by name: a GPU takes hours. Kernels are kept in build/sizes, so that the same command resumes. A compiler that
 ends its process is a failed test, after which pytest-xdist starts another process.
 """

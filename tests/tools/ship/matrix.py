@@ -1,19 +1,18 @@
 """Run the tests on every supported Python, PyTorch, Triton and compiler, each in a fresh environment.
 
 ``python -m tests.tools.ship.matrix`` prints one table. A cell that has passed or failed on these sources is not run
-again; its environment stays, so that a second run is quick. What cannot be had on this machine says why.
+again; its environment stays, so that a second run is quick. What cannot be had on this machine says why. uv makes the
+environments, and brings a Python that is not there.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +21,14 @@ from rich.console import Console
 from rich.table import Table
 
 from crate_kernels._core import files
+from tests.tools.sources import ROOT, digest
 
-ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "matrix-output"
 TOOLS = (
     "accelerate",
     "hypothesis",
     "matplotlib",
     "ninja",
-    "numpy",
     "pytest>=9",
     "pytest-xdist",
     "rich",
@@ -85,16 +83,6 @@ class Missing(RuntimeError):
     """The machine cannot make a cell's environment."""
 
 
-def content_hash() -> str:
-    """Return a hash of everything that a cell runs."""
-    content = hashlib.sha256()
-    for folder in ("crate_kernels", "csrc", "tests"):
-        for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in (".py", ".cpp", ".h", ".cuh", ".json"):
-                content.update(path.read_bytes())
-    return content.hexdigest()[:16]
-
-
 def last_line(result: subprocess.CompletedProcess[str]) -> str:
     """Return what a command said last, errors first."""
     lines = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()
@@ -107,43 +95,23 @@ def summary(log: str) -> str:
     return counts[-1] if counts else "no summary"
 
 
-def interpreter(version: str) -> list[str]:
-    """Return the command that makes an environment of a Python version."""
-    asked = "import sys; print('%d.%d' % sys.version_info[:2])"
-    for name in (f"python{version}", sys.executable):
-        found = shutil.which(name)
-        if found and subprocess.run([found, "-c", asked], capture_output=True, text=True).stdout.strip() == version:
-            return [found, "-m", "venv"]
-    if shutil.which("uv"):  # downloads it
-        return ["uv", "venv", "--seed", "--python", version]
-    raise Missing(f"there is no python{version}, and no uv to bring one")
-
-
-def installer(python: Path) -> list[str]:
-    """Return the command that installs packages: uv where it is, whose environments share what they have in common."""
-    if shutil.which("uv"):
-        return ["uv", "pip", "install", "-q", "--python", str(python)]
-    return [str(python), "-m", "pip", "install", "-q"]
+def uv(*arguments: object) -> None:
+    """Run a command of uv."""
+    result = subprocess.run(["uv", *map(str, arguments)], capture_output=True, text=True)
+    if result.returncode:
+        raise Missing(last_line(result))
 
 
 def environment(cell: Cell, folder: Path) -> Path:
-    """Make the environment of a cell where it is not there yet; return its Python."""
-    python = folder / "bin" / "python"
-    done = folder / "made.stamp"  # what was asked for, once it is there
-    if done.exists() and done.read_text() == "\n".join(TOOLS):
-        return python
+    """Make the environment of a cell, or bring it up to date; return its Python."""
+    python, override = folder / "bin" / "python", folder / "override.txt"
     if not shutil.which(cell.compiler):
         raise Missing(f"there is no {cell.compiler}")
-    shutil.rmtree(folder, ignore_errors=True)
-    steps = [[*interpreter(cell.python), str(folder)], [*installer(python), f"torch=={cell.torch}", *TOOLS]]
-    if cell.triton:  # after PyTorch, whose CUDA build asks for its own
-        numpy = ["numpy<2.4"] if cell.triton < "3.7" else []  # the interpreter of Triton 3.6 needs it
-        steps.append([*installer(python), f"triton=={cell.triton}", *numpy])
-    for step in steps:
-        result = subprocess.run(step, capture_output=True, text=True)
-        if result.returncode:
-            raise Missing(last_line(result))
-    done.write_text("\n".join(TOOLS))
+    uv("venv", "--allow-existing", "--python", cell.python, folder)
+    pins = [f"triton=={cell.triton}"] if cell.triton else []  # in the place of the one that PyTorch asks for
+    pins += ["numpy<2.4"] if cell.triton == "3.6.0" else []  # the interpreter of Triton 3.6 needs it
+    override.write_text("\n".join(pins))
+    uv("pip", "install", "--python", python, "--override", override, f"torch=={cell.torch}", "numpy", *pins, *TOOLS)
     return python
 
 
@@ -184,7 +152,7 @@ def main() -> int:
     parser.add_argument("--workers", default="auto", help="processes of pytest (default: one per core)")
     args = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
-    sources = content_hash()
+    sources = digest("crate_kernels", "csrc", "tests")
     console = Console(width=140)
     table = Table("cell", "passed", "said", "s")
     failed = False

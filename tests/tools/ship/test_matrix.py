@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -30,7 +29,7 @@ def cells(monkeypatch, tmp_path):
 def test_a_cell_runs_once_on_the_same_sources(cells, monkeypatch):
     assert (matrix.main(), len(cells)) == (0, 2)
     assert (matrix.main(), len(cells)) == (0, 2)
-    monkeypatch.setattr(matrix, "content_hash", lambda: "changed")
+    monkeypatch.setattr(matrix, "digest", lambda *folders: "changed")
     assert (matrix.main(), len(cells)) == (0, 4)
 
 
@@ -41,38 +40,25 @@ def test_a_failure_is_the_exit_status(passed, status, cells, monkeypatch, capsys
     assert {True: "yes", False: "no", None: "not to be had"}[passed] in capsys.readouterr().out
 
 
-def test_what_cannot_be_had_says_why(cells, monkeypatch):
-    monkeypatch.undo()
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_what_cannot_be_had_says_why(compiler, tmp_path, monkeypatch):
+    monkeypatch.setattr(matrix, "FOLDER", tmp_path)
     monkeypatch.setattr(matrix.shutil, "which", lambda name: name if name == "g++" else None)
-    result = matrix.run(matrix.Cell("3.99", "2.13.0"), "smoke", "1")
-    assert result == {"passed": None, "said": "there is no python3.99, and no uv to bring one"}
-    assert matrix.run(matrix.Cell("3.11", "2.13.0", compiler="clang++"), "smoke", "1")["said"] == "there is no clang++"
+    refused = subprocess.CompletedProcess([], 2, "", "error: there is no interpreter of 3.99")
+    monkeypatch.setattr(matrix.subprocess, "run", lambda command, **_: refused)
+    said = {"g++": "error: there is no interpreter of 3.99", "clang++": "there is no clang++"}[compiler]
+    assert matrix.run(matrix.Cell("3.99", "2.13.0", compiler=compiler), "smoke", "1") == {"passed": None, "said": said}
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_packages_are_shared_where_uv_is(there, monkeypatch):
-    monkeypatch.setattr(matrix.shutil, "which", lambda name: f"/bin/{name}" if there else None)
-    command = matrix.installer(Path("of-a-cell/bin/python"))
-    assert (command[0] == "uv") == there
-    assert "of-a-cell/bin/python" in command
-
-
-def test_an_environment_is_made_again_for_other_packages(monkeypatch, tmp_path):
-    made = []
-
-    def install(step, **_):
-        tmp_path.mkdir(exist_ok=True)
-        made.append(step)
-        return subprocess.CompletedProcess(step, 0, "3.11", "")
-
-    monkeypatch.setattr(matrix.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(matrix.subprocess, "run", install)
-    cell, counts = matrix.Cell("3.11", "2.13.0"), []
-    for tools in (("numpy",), ("numpy",), ("numpy", "transformers")):
-        monkeypatch.setattr(matrix, "TOOLS", tools)
-        assert matrix.environment(cell, tmp_path) == tmp_path / "bin" / "python"
-        counts.append(len(made))
-    assert 0 < counts[0] == counts[1] < counts[2]
+def test_the_triton_of_a_cell_takes_the_place_of_pytorchs(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(matrix.shutil, "which", lambda name: name)
+    monkeypatch.setattr(matrix, "uv", lambda *words: commands.append([str(word) for word in words]))
+    assert matrix.environment(matrix.Cell("3.10", "2.11.0", "3.6.0"), tmp_path) == tmp_path / "bin" / "python"
+    made, installed = commands
+    assert made[-3:] == ["--python", "3.10", str(tmp_path)]
+    assert {"torch==2.11.0", "triton==3.6.0", "numpy<2.4", *matrix.TOOLS} <= {*installed}
+    assert (tmp_path / "override.txt").read_text().split() == ["triton==3.6.0", "numpy<2.4"]
 
 
 def test_the_summary_is_pytests():
