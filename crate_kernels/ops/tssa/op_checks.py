@@ -18,13 +18,13 @@ def _parameter(name: str, label: str, value: Tensor, w: Tensor, shape: tuple[int
 
 
 def _inputs(name: str, w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: TSSACall, tokens: int = -1) -> None:
-    """Check tokens, options and parameters; a bias covers ``tokens``, by default the sequence."""
+    """Check tokens, options and parameters; a bias covers ``tokens``, by default those of a sequence."""
     op_checks.options(name, w, call.key_padding_mask, call.cu_seqlens, call.seed)
     _parameter(name, "temp", temp, w, (w.shape[1],))
     if denom_bias is None:
         return
     if tokens < 0:
-        tokens = min(w.shape[0], 1) if call.packed else w.shape[2]
+        tokens = call.max_seqlen if call.packed else w.shape[2]
     covered = denom_bias.shape[1] if denom_bias.dim() == 2 else 0
     _parameter(name, "denom_bias", denom_bias, w, (w.shape[1], max(covered, tokens)))
 

@@ -41,5 +41,5 @@ def decode(
         energy += by_energy[:, :channels].view_as(energy)
         weighted += by_moment[:, :channels].view_as(weighted)
         mass += by_moment[:, channels:]
-        lengths += by_energy[:, channels].to(lengths.dtype)
+        state.advance(w, key_padding_mask)
     return out, membership
