@@ -22,6 +22,20 @@ _COMMANDS = {
 _PIPE_CLOSED = 141  # 128 + SIGPIPE, as in shells
 
 
+def _refuse_unknown_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    """Name an option that is not there: argparse takes its value for a subcommand, or blames the whole program."""
+    subcommands = next((action.choices for action in parser._actions if isinstance(action.choices, dict)), {})
+    known = parser._option_string_actions
+    for place, each in enumerate(argv, 1):
+        name = each.partition("=")[0]
+        if each in subcommands:
+            return _refuse_unknown_options(subcommands[each], argv[place:])
+        if name.startswith("--") and not any(option.startswith(name) for option in known):
+            options = ", ".join(option for option in known if option.startswith("--"))
+            parser.error(f"an option must be one of {options}, got {name}")
+    return None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status.
 
@@ -37,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_arguments(subcommand)
         subcommand.set_defaults(run=command.run)
     try:
+        _refuse_unknown_options(parser, sys.argv[1:] if argv is None else argv)
         args = parser.parse_args(argv)
         status = args.run(args)
         sys.stdout.flush()

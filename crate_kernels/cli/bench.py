@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--quick", action="store_true", help="a table in under a minute: fp32, no torch.compile")
     size.add_argument("--full", action="store_true", help="every case that has a size for this device")
     parser.add_argument("--op", choices=list(testing.SPECS), action="append")
+    parser.add_argument("--backend", choices=providers.OURS, action="append", help="all of them by default")
     parser.add_argument("--dtype", choices=list(rows.DTYPES), action="append", help="fp32 and bf16 by default")
     parser.add_argument("--device", help="cuda where there is one, else cpu, by default")
     parser.add_argument("--output", type=Path, help="JSON file to write, which plot and compare read")
@@ -74,7 +75,7 @@ def _bench(args: argparse.Namespace, device: torch.device) -> int:
     results = Results(rows.machine(device, dtypes), [])
     print(_heading(results))
     try:
-        for row in _rows(tier, args.op, dtypes, device):
+        for row in _rows(tier, args.op, args.backend or providers.OURS, dtypes, device):
             results.rows.append(row)
             if args.output is not None:
                 rows.write(args.output, results)  # at once: a run that is killed leaves what it timed
@@ -96,7 +97,9 @@ def _bench(args: argparse.Namespace, device: torch.device) -> int:
     return int(bool(wrong))
 
 
-def _rows(tier: str, ops: list[str] | None, dtypes: list[str], device: torch.device) -> Iterator[BenchRow]:
+def _rows(
+    tier: str, ops: list[str] | None, ours: Sequence[str], dtypes: list[str], device: torch.device
+) -> Iterator[BenchRow]:
     """Yield the timed rows of a tier one by one."""
 
     def timer(call: clock.Call, prepare: clock.Prepare) -> list[float]:
@@ -110,8 +113,8 @@ def _rows(tier: str, ops: list[str] | None, dtypes: list[str], device: torch.dev
         for dtype in dtypes:
             for direction in ("forward", "both"):
                 for provider in providers.of(timed.case.op):
-                    if provider.name == providers.DEFAULT:  # the table names the backend that it times
-                        continue
+                    if provider.name in (providers.DEFAULT, *providers.OURS) and provider.name not in ours:
+                        continue  # the table names the backend that it times, hence no default
                     if tier != "quick" or provider.name in _QUICK:
                         package = testing.SPECS[timed.case.op].package  # the name that figures ask for
                         row = measuring.blank(package, timed, dtype, direction, provider.name)

@@ -275,6 +275,36 @@ def test_verify_checks_what_it_is_asked_to(monkeypatch, capsys):
     assert seen == [(op, dtype, None) for dtype in ("fp32", "bf16", "fp16") for op in ("mssa", "ista")]
 
 
+REFUSED = {
+    "bench --backend nope": "crate_kernels bench: error: argument --backend: invalid choice: 'nope' (choose from",
+    "bench --nope 1": "crate_kernels bench: error: an option must be one of --help, --quick, --full, --op, --backend,",
+    "bench compare a b --nope=1": "crate_kernels bench compare: error: an option must be one of --help, --least, got",
+    "tune --backend nope": "crate_kernels tune: error: an option must be one of --help, --op, --candidates,",
+    "demo --dtype nope": "crate_kernels demo: error: an option must be one of --help, --output, --quick, --fresh,",
+    "--nope": "crate_kernels: error: an option must be one of --help, --version, got --nope",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_an_argument_that_a_subcommand_does_not_know(line, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    assert REFUSED[line] in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("demo --backend nope", "demo: --backend must be one of triton, cpp, composite, reference, got 'nope'"),
+        ("icl --device nope", "icl: --device nope cannot be used: Expected one of cpu, cuda,"),
+    ],
+)
+def test_experiments_name_the_argument_that_they_refuse(line, words, capsys):
+    assert main(line.split()) == 2
+    assert capsys.readouterr().err.startswith(words)
+
+
 @pytest.mark.parametrize("device", ["nope", "meta", "cuda:99"])
 def test_verify_names_a_device_that_cannot_be_used(device, capsys):
     assert main(["verify", "--device", device]) == 2

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from crate_kernels._core import files
+from crate_kernels._core import backends, files
 from crate_kernels.bench import load
 from crate_kernels.experiments.common import machine
 
@@ -86,9 +86,11 @@ class Experiment:
         if args.seed < 0:
             return refuse(self.name, f"--seed must be >= 0, got {args.seed}")
         backend = args.backend if self.ops else None
+        if backend is not None and backend not in backends.names():
+            return refuse(self.name, f"--backend must be one of {', '.join(backends.names())}, got {backend!r}")
         try:
             device = machine.choose(args.device, self.ops, backend)
-        except (RuntimeError, ValueError, NotImplementedError, AssertionError) as error:
+        except (RuntimeError, ValueError, NotImplementedError) as error:
             return refuse(self.name, str(error).partition("\n")[0])
         if backend and backend == self.baseline:
             return refuse(self.name, f"--backend must not be {backend}: that is what the others are compared with")

@@ -15,11 +15,14 @@ def choose(device: str | None, ops: tuple[str, ...], backend: str | None) -> tor
     """Check that the requested device works and return it; the default is a GPU if there is one.
 
     Raises:
-        RuntimeError, ValueError, NotImplementedError, AssertionError: there is no such device, or ``backend`` cannot
-            compute ``ops`` there.
+        ValueError: the device cannot be used, or no backend has that name.
+        RuntimeError, NotImplementedError: ``backend`` cannot compute ``ops`` there.
     """
-    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    torch.empty(1, device=found).item()
+    try:
+        found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=found).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"--device {device} cannot be used: {str(error).partition(chr(10))[0]}") from error
     for op in ops:
         _backend.resolve(op, backend, found, torch.float32)
     return found
@@ -29,8 +32,8 @@ def choose_or_say(command: str, device: str | None) -> torch.device | None:
     """Return the requested device as ``choose`` does; where it cannot be used, print why and return None."""
     try:
         return choose(device, (), None)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        print(f"{command}: --device {device} cannot be used: {error}")
+    except ValueError as error:
+        print(f"{command}: {error}")
         return None
 
 
