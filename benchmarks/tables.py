@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import cells, choices, goals
+from benchmarks import cells, choices, goals, tuning
 from crate_kernels.bench import rows
 from crate_kernels.bench.rows import BenchRow, Results
 
@@ -293,7 +293,7 @@ def _generation(results: Results) -> str:
 
 def _all_goals(results: Results) -> str:
     """Render the goals that were measured, and below the table the names of those that were not."""
-    every = list(goals.lines(results))
+    every = list(goals.lines(results, tuning.over_a_copy(results)))
     measured = [line for line in every if line[3]]
     table = cells.markdown(["goal", "dtype", "target", "measured", "met", "why not"], measured) if measured else ""
     left: dict[str, list[str]] = {}
@@ -322,6 +322,7 @@ _TABLES: dict[str, Callable[[Results], str]] = {
     "clocks": cells.every_clock,
     "graphs": cells.graphs,
     "graphed": cells.graphed,
+    "kernels": tuning.table,
 }
 
 

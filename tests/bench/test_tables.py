@@ -1,11 +1,12 @@
 """The pages say what the committed results say."""
 
+import json
 import re
 from dataclasses import replace
 
 import pytest
 
-from benchmarks import goals, tables
+from benchmarks import goals, tables, tuning
 from crate_kernels.bench import rows
 
 
@@ -229,3 +230,25 @@ def test_without_a_gpu_its_goals_are_not_measured():
     said = tables.render("gpu-goals", {})
     assert said.startswith("Not measured:\n\n- mssa forward, 197 tokens: 2.1 x best sdpa\n- ")
     assert said.count(" x ") == len(goals.GPU_GOALS) + 1  # that of both clocks
+
+
+def test_a_kernel_is_timed_by_its_last_run_and_stands_for_a_goal_without_a_case(tmp_path, monkeypatch):
+    forward = next(kernel for kernel in tuning.KERNELS if kernel.flops)
+    lines = [
+        {"run": run, "workload": forward.workload, "seconds": time}
+        for run, time in ((1, 1e-3), (2, 3e-3), (2, 2e-3), (2, None))
+    ]
+    lines += [{"run": 1, "workload": kernel.workload, "seconds": 1e-4} for kernel in tuning.KERNELS if kernel.passes]
+    (tmp_path / "nvidia-none").mkdir()
+    (tmp_path / "nvidia-none" / "tuning.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.setattr(tuning, "_FOLDER", tmp_path)
+    results = rows.Results(machine(gpu=True), [])
+    _, _, first, second, *_ = tuning.table(results).splitlines()
+    assert (
+        first
+        == f"| `mssa` forward | (10, 12, 4096, 64) | 2000 | 4 N² D a head | {forward.flops / 2e9:.0f} TFLOP/s | 1000 |"
+    )
+    assert second.startswith("| `mssa` decode | (16, 12, 8193, 64) | 100 | the cache once | 2.01 TB/s | 4.00 |")
+    assert "| mssa decode (16, 12, 8193, 128), as tuned 1.01 | yes |" in tables._all_goals(results)
+    elsewhere = rows.Results(machine(gpu=True) | {"device": "NVIDIA Other"}, [])
+    assert "mssa decode, 256 MB of cache and more: 1 x copy" in tables._all_goals(elsewhere)
