@@ -20,6 +20,8 @@ nitpick_ignore_regex = [("py:.*", r"(torch|nn|collections\.abc|os|pathlib)\..*|.
 myst_enable_extensions = ["dollarmath"]  # equations as GitHub renders them
 myst_heading_anchors = 3
 
+mathjax4_config = {"output": {"displayOverflow": "linebreak"}}  # a phone breaks an equation and hides nothing
+
 autodoc_member_order = "bysource"
 maximum_signature_line_length = 100
 napoleon_numpy_docstring = False

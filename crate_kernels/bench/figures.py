@@ -26,8 +26,7 @@ _STYLES = {
     "triton": (GREEN, "P"),
 }
 _LABELS = {
-    "eager": "reference implementation, eager",
-    "compile": "torch.compile of it",
+    "compile": "torch.compile of eager",
     "sdpa": "SDPA(w, w, w)",
     "flex": "FlexAttention",
 }
@@ -99,7 +98,7 @@ def _style(provider: str) -> dict[str, Any]:
 
 def _finish(ax: Any, **legend: Any) -> None:
     ax.grid(alpha=0.25)
-    ax.legend(fontsize=7, frameon=False, **legend)
+    ax.legend(fontsize=8, frameon=False, **legend)
 
 
 def _name(provider: str) -> str:
@@ -109,7 +108,7 @@ def _name(provider: str) -> str:
 def sweep(results: Results, over: str) -> Figure:
     """Draw time and memory of every operator against a size, with fitted exponents."""
     ops = [op for op in _SWEEPS if series(results, op, over, "both")]
-    figure, grid = axes(3.8 * len(ops), 6.2, 2, len(ops))
+    figure, grid = axes(2.7 * len(ops), 5.4, 2, len(ops))  # legible on a phone
     for column, op in enumerate(ops):
         lines = series(results, op, over, "both")
         _lines(grid[0, column], lines, lambda s: s.seconds, 1e3, "ms")
@@ -153,7 +152,7 @@ def roofline(results: Results, dtype: str = "fp32") -> Figure:
         places = [((row.flops or 0) / (row.bytes or 1), (row.flops or 0) / row.time / 1e12) for row in own]
         style = _style(provider) | {"linewidth": 0}
         ax.plot(*zip(*places, strict=True), label=_name(provider), alpha=0.8, **style)
-    ax.set(xscale="log", yscale="log", xlabel="least FLOP a byte", ylabel="TFLOP/s of the customary count")
+    ax.set(xscale="log", yscale="log", xlabel="minimum FLOP per byte", ylabel="TFLOP/s of the customary count")
     ax.set_title(f"{' and '.join(_MULTIPLYING)}, forward, {dtype}; {results.machine['device']}", fontsize=9)
     _finish(ax)
     return figure

@@ -37,7 +37,7 @@ TEXTS = {
         ["layer 1\n{}% nonzero|channel|token (digit 2)", "layer 2\n{}% nonzero|channel|",
          "||code / largest of the layer"],
         ["layer 1||", "layer 2||", "||absolute cosine; a block is a head"],
-        ["layer 1\n{}% of variance||", "layer 2\n{}% of variance||"],
+        ["1\n{}%||", "2\n{}%||"],
     ],
     "classify": [
         ["|step|test accuracy|3 nearest neighbours", "|test accuracy after the last step|"],
@@ -227,7 +227,7 @@ def _layers(figures, table, facts):
         assert np.diag(ax.images[0].get_array().data) == pytest.approx(1, abs=1e-5)
         assert list(ax.get_xticks()) == list(ax.get_yticks()) == [-0.5, 7.5, 15.5]
     for layer, share in enumerate(facts["principal_components_explain"]):
-        assert f"\n{100 * share:.0f}% of variance" in principal.axes[1 + layer].get_title()
+        assert f"{layer + 1}\n{100 * share:.0f}%" == principal.axes[1 + layer].get_title()
     assert [ax.images[0].get_array().shape for ax in principal.axes] == [(8, 8), (4, 4, 3), (4, 4, 3)] * 2
     first, last = seen["0"], seen["1"]
 

@@ -117,7 +117,10 @@ def _draw_subspaces(seen: WatchedTokens, heads: int) -> Figure:
 
 
 def _draw_principal(seen: WatchedTokens) -> Figure:
-    """Draw each digit, and beside it the first three principal components of its tokens as red, green and blue."""
+    """Draw each digit, and beside it the first three principal components of its tokens as red, green and blue.
+
+    Above a column are its layer and the share of the variance that the three components have.
+    """
     depth, digits = seen.colours.shape[:2]
     figure, grid = axes(1.35 * (depth + 1), 1.4 * digits + 0.4, digits, depth + 1)
     for digit, row in enumerate(grid):
@@ -125,7 +128,7 @@ def _draw_principal(seen: WatchedTokens) -> Figure:
         for layer, ax in enumerate(row[1:]):
             ax.imshow(seen.colours[layer, digit].numpy(), interpolation="nearest")
             if digit == 0:
-                ax.set_title(f"layer {layer + 1}\n{100 * seen.explained[layer]:.0f}% of variance", fontsize=8)
+                ax.set_title(f"{layer + 1}\n{100 * seen.explained[layer]:.0f}%", fontsize=17)
         for ax in row:
             bare(ax)
     return figure
