@@ -110,11 +110,11 @@ def _check(
         except Exception as error:  # a crashed kernel is a failed row; the others still run
             yield VerifyRow(str(case), backend, dtype_name, "", float("nan"), None, 0.0, False, repr(error))
             continue
-        worst = max(results, key=lambda r: (not r.passed, r.error / r.budget if r.budget else r.error))
+        worst = max(results, key=lambda r: (not r.passed, r.share))
         ratio = worst.error / worst.eager_error if worst.eager_error else None
         note = "" if worst.finite else f"{worst.output} is not finite where float64 is"
         yield VerifyRow(
-            str(case), backend, dtype_name, worst.output, worst.error, ratio, worst.budget, worst.passed, note
+            str(case), backend, dtype_name, worst.output, worst.error, ratio, worst.tolerance, worst.passed, note
         )
 
 

@@ -54,20 +54,25 @@ class Measurement:
         output: name of the output or gradient.
         error: largest absolute error against float64.
         eager_error: the error of ``reference`` in the same dtype.
-        budget: the largest error allowed.
+        tolerance: the largest error allowed.
         finite: whether the output is finite wherever float64 is.
     """
 
     output: str
     error: float
     eager_error: float
-    budget: float
+    tolerance: float
     finite: bool
 
     @property
     def passed(self) -> bool:
         """True if the output is finite and within tolerance."""
-        return self.finite and self.error <= self.budget
+        return self.finite and self.error <= self.tolerance
+
+    @property
+    def share(self) -> float:
+        """The error as a share of the tolerance; infinite where an error is and nothing is allowed."""
+        return self.error / self.tolerance if self.tolerance else math.inf if self.error else 0.0
 
 
 @checks.suggesting
@@ -90,9 +95,9 @@ def measure(
         eager_error = eager_error if math.isfinite(eager_error) else 0.0
         factor = GRADIENT_FACTOR if name.startswith("d") else FORWARD_FACTOR
         largest = exact[exact.isfinite()].abs().max().item() if exact.isfinite().any() else 0.0
-        budget = factor * (eager_error + torch.finfo(dtype).eps * largest)
+        tolerance = factor * (eager_error + torch.finfo(dtype).eps * largest)
         same = bool(torch.equal(actual[name].isfinite().cpu(), exact.isfinite().cpu()))
-        results.append(Measurement(name, error, eager_error, budget, same))
+        results.append(Measurement(name, error, eager_error, tolerance, same))
     return results
 
 

@@ -17,15 +17,15 @@ TIMED_CASES = tuple(timed for spec in SPECS.values() for timed in spec.timed)
 
 
 @checks.suggesting
-def cases(room: str) -> tuple[Case, ...]:
-    """Return the cases of the operators in one folder of ``ops/``.
+def cases(package: str) -> tuple[Case, ...]:
+    """Return the cases of the operators in one package of ``ops/``.
 
     Raises:
-        ValueError: there is no such folder.
+        ValueError: there is no such package.
     """
-    if room not in backends.OPS:
-        raise ValueError(f"cases: room must be one of {', '.join(backends.OPS)}, got {room!r}")
-    return tuple(case for case in CASES if SPECS[case.op].package == room)
+    if package not in backends.OPS:
+        raise ValueError(f"cases: package must be one of {', '.join(backends.OPS)}, got {package!r}")
+    return tuple(case for case in CASES if SPECS[case.op].package == package)
 
 
 @checks.suggesting

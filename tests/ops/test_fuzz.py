@@ -103,4 +103,4 @@ def test_drawn_calls_are_right(cases, backend, device, data, dtype):
     for m in measured(case, dtype, backend, device, eager, exact):
         assert m.finite, m
         # An almost cancelled result has the rounding of its terms.
-        assert m.error <= m.budget + eps**0.5 * sizes[m.output] + eps * cancelled, m
+        assert m.error <= m.tolerance + eps**0.5 * sizes[m.output] + eps * cancelled, m

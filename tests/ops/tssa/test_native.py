@@ -37,7 +37,7 @@ def assert_together_within_budget(cases, dtype):
         for m in measure(case, dtype):
             assert m.finite, (str(case), m)
             errors[m.output] += m.error
-            budgets[m.output] += m.budget
+            budgets[m.output] += m.tolerance
     assert [(name, error, budgets[name]) for name, error in errors.items() if error > budgets[name]] == []
 
 
