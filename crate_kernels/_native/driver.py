@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 # As cuda.h numbers them.
 _MULTIPROCESSORS, _SHARED_LIMIT, _MAJOR, _MINOR = 16, 97, 75, 76  # of a device
-_MAX_THREADS, _STATIC_SHARED, _LOCAL_BYTES, _REGISTERS, _PTX, _BINARY = 0, 1, 3, 4, 5, 6  # of a function
 _DYNAMIC_SHARED, _LARGE_CLUSTERS = 8, 14  # of a function, to be set
 _COOPERATIVE, _CLUSTER_SIZE, _CLUSTER_SCHEDULE, _SPREAD = 2, 4, 5, 1  # attributes of a launch
 # Of errors: an image or PTX that is not valid here, of another GPU, without a compiler for it, or too new.
@@ -197,23 +196,3 @@ class Gpu:
             except CudaError:  # a cluster that is too large is an answer
                 return 0
             return count.value
-
-    def resources(self, function: Function, threads: int, shared_bytes: int = 0) -> dict[str, int]:
-        """Return what a kernel uses of the GPU at a block size: registers, spilled bytes, blocks a multiprocessor."""
-        names = {
-            "registers": _REGISTERS,
-            "static_shared_bytes": _STATIC_SHARED,
-            "local_bytes": _LOCAL_BYTES,
-            "max_threads": _MAX_THREADS,
-            "ptx": _PTX,
-            "binary": _BINARY,
-        }
-        handle, found, value = c_void_p(function.handle), {}, c_int()
-        with self._current():
-            self._allow(function, Shape(1, threads, shared_bytes))
-            for name, attribute in names.items():
-                self._driver.call("cuFuncGetAttribute", byref(value), attribute, handle)
-                found[name] = value.value
-            blocks = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
-            self._driver.call(blocks, byref(value), handle, threads, c_size_t(shared_bytes))
-        return found | {"blocks_per_multiprocessor": value.value}

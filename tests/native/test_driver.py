@@ -69,14 +69,6 @@ class Cuda:
         count._obj.value = 33
         return 0
 
-    def _cuFuncGetAttribute(self, value, attribute, handle):
-        value._obj.value = 100 + attribute
-        return 0
-
-    def _cuOccupancyMaxActiveBlocksPerMultiprocessor(self, value, handle, threads, shared_bytes):
-        value._obj.value = 2048 // threads
-        return 0
-
     def names(self):
         return [name for name, _ in self.calls]
 
@@ -168,24 +160,6 @@ def test_clusters_that_do_not_fit_are_none(gpu, cuda):
     assert gpu.active_clusters(function, Shape(8, 128, 228 * 1024, 4)) == 0
     cuda.failing = {"cuOccupancyMaxActiveClusters"}
     assert gpu.active_clusters(function, Shape(8, 128, 1024, 4)) == 0
-
-
-def test_what_a_kernel_uses(gpu, cuda):
-    function = gpu.load(b"", "_Z1f")
-    cuda.calls.clear()
-    assert gpu.resources(function, 1024, 100_000)["blocks_per_multiprocessor"] == 2
-    assert function.allowed[0] == 100_000
-    assert all(depth == 1 for _, depth in cuda.calls if _.startswith(("cuFunc", "cuOcc")))
-    found = gpu.resources(function, 256)
-    assert found == {
-        "registers": 104,
-        "static_shared_bytes": 101,
-        "local_bytes": 103,
-        "max_threads": 100,
-        "ptx": 105,
-        "binary": 106,
-        "blocks_per_multiprocessor": 8,
-    }
 
 
 def test_the_driver_is_started_once(monkeypatch):
