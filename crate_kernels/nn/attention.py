@@ -44,7 +44,7 @@ class MSSA(nn.Module):
 
     _operator = staticmethod(mssa)  # sequence parallelism puts another in its place
 
-    @checks.closed
+    @checks.suggesting
     def __init__(
         self,
         dim: int,
@@ -63,10 +63,7 @@ class MSSA(nn.Module):
         backend: str | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-        **unknown: NoReturn,
     ) -> None:
-        if unknown:
-            checks.no_keyword(MSSA.__init__, unknown)
         super().__init__()
         factory = {"device": device, "dtype": dtype}
         self.dim = checks.integer("MSSA", "dim", dim, minimum=1)
@@ -208,7 +205,7 @@ class TSSA(nn.Module):
 
     _operator = staticmethod(tssa)  # sequence parallelism puts another in its place
 
-    @checks.closed
+    @checks.suggesting
     def __init__(
         self,
         dim: int,
@@ -222,10 +219,7 @@ class TSSA(nn.Module):
         backend: str | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-        **unknown: NoReturn,
     ) -> None:
-        if unknown:
-            checks.no_keyword(TSSA.__init__, unknown)
         super().__init__()
         factory = {"device": device, "dtype": dtype}
         checks.multiple("TSSA", "dim", dim, "num_heads", num_heads)

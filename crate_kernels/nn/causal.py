@@ -34,7 +34,7 @@ class CausalMSSA(nn.Module):
 
     _operator = staticmethod(mssa)  # sequence parallelism puts another in its place
 
-    @checks.closed
+    @checks.suggesting
     def __init__(
         self,
         n_embd: int,
@@ -46,10 +46,7 @@ class CausalMSSA(nn.Module):
         backend: str | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-        **unknown: NoReturn,
     ) -> None:
-        if unknown:
-            checks.no_keyword(CausalMSSA.__init__, unknown)
         super().__init__()
         factory = {"device": device, "dtype": dtype}
         checks.multiple("CausalMSSA", "n_embd", n_embd, "n_head", n_head)
@@ -131,7 +128,7 @@ class CausalTSSA(nn.Module):
 
     _operator = staticmethod(tssa)  # sequence parallelism puts another in its place
 
-    @checks.closed
+    @checks.suggesting
     def __init__(
         self,
         n_embd: int,
@@ -143,10 +140,7 @@ class CausalTSSA(nn.Module):
         backend: str | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-        **unknown: NoReturn,
     ) -> None:
-        if unknown:
-            checks.no_keyword(CausalTSSA.__init__, unknown)
         super().__init__()
         factory = {"device": device, "dtype": dtype}
         checks.multiple("CausalTSSA", "n_embd", n_embd, "n_head", n_head)

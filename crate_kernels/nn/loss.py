@@ -20,10 +20,8 @@ class MCR2Loss(nn.Module):
         eps_squared: the paper's eps^2; default 0.5, with which it trains. The published code calls it ``eps``.
     """
 
-    @checks.closed
-    def __init__(self, eps_squared: float = 0.5, **unknown: NoReturn) -> None:
-        if unknown:
-            checks.no_keyword(MCR2Loss.__init__, unknown)
+    @checks.suggesting
+    def __init__(self, eps_squared: float = 0.5) -> None:
         super().__init__()
         self.eps_squared = checks.number("MCR2Loss", "eps_squared", eps_squared)
         if self.eps_squared <= 0:

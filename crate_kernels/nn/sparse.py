@@ -87,7 +87,7 @@ class ISTA(nn.Module):
     lambd: float | Tensor
     bias: Tensor | None
 
-    @checks.closed
+    @checks.suggesting
     def __init__(
         self,
         dim: int,
@@ -102,10 +102,7 @@ class ISTA(nn.Module):
         backend: str | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-        **unknown: NoReturn,
     ) -> None:
-        if unknown:
-            checks.no_keyword(ISTA.__init__, unknown)
         super().__init__()
         factory = {"device": device, "dtype": dtype}
         if prox not in ("nonnegative", "soft", "mm"):
@@ -178,7 +175,7 @@ class OvercompleteISTA(nn.Module):
     lambd: float | Tensor
     bias: Tensor | None
 
-    @checks.closed
+    @checks.suggesting
     def __init__(
         self,
         dim: int,
@@ -194,10 +191,7 @@ class OvercompleteISTA(nn.Module):
         backend: str | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-        **unknown: NoReturn,
     ) -> None:
-        if unknown:
-            checks.no_keyword(OvercompleteISTA.__init__, unknown)
         super().__init__()
         factory = {"device": device, "dtype": dtype}
         checks.integer("OvercompleteISTA", "dim", dim, minimum=1)

@@ -2,6 +2,17 @@
 
 from contextlib import ExitStack, contextmanager
 
+import pytest
+
+
+@contextmanager
+def patched(owner, **wrappers):
+    """Put ``wrapper(method)`` in the place of methods of a class for as long as the context is open."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, wrapper in wrappers.items():
+            patch.setattr(owner, name, wrapper(getattr(owner, name)))
+        yield
+
 
 @contextmanager
 def arithmetic_of_gpus():
@@ -10,6 +21,6 @@ def arithmetic_of_gpus():
 
     patches = (bfloat16.computed, masks.spread, products.computed, contraction.explicit, sums.by_halves)
     with ExitStack() as stack:
-        for patched in patches:
-            stack.enter_context(patched())
+        for each in patches:
+            stack.enter_context(each())
         yield

@@ -13,6 +13,8 @@ import pytest
 import triton.language as tl
 from triton.runtime import interpreter
 
+from tests.tools.interpreter import patched
+
 _ARITHMETIC = (
     *("fadd", "fsub", "fmul", "fdiv", "frem", "fneg", "precise_divf", "fma", "clampf"),
     *("minimumf", "minnumf", "maximumf", "maxnumf"),
@@ -128,11 +130,9 @@ def computed():
         **dict.fromkeys(_CASTS, _cast),
         "dot": _dot,
     }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, wrapper in wrappers.items():
-            method = getattr(builder, f"create_{name}", None)
-            if method is not None:  # fneg is there from Triton 3.8 on
-                patch.setattr(builder, f"create_{name}", wrapper(method))
+    # fneg is there from Triton 3.8 on.
+    known = {f"create_{name}": wrapper for name, wrapper in wrappers.items() if hasattr(builder, f"create_{name}")}
+    with pytest.MonkeyPatch.context() as patch, patched(builder, **known):
         patch.setattr(builder, "get_bf16", _constant, raising=False)
         for scan in (interpreter.ReduceOps, interpreter.ScanOps):
             patch.setattr(scan, "apply_impl", _refused(scan.apply_impl))

@@ -5,12 +5,12 @@ it, directly, multiplies them again in float64, where their product is exact. ``
 """
 
 import functools
-from contextlib import contextmanager
 
 import numpy as np
-import pytest
 import triton.language as tl
 from triton.runtime import interpreter
+
+from tests.tools.interpreter import patched
 
 
 def _single(*operands):
@@ -60,21 +60,16 @@ def _multiply_add(method):
     return run
 
 
-@contextmanager
 def explicit():
     """Let ``tl.fma``, which asks for it, round once for as long as the context is open."""
-    builder = interpreter.InterpreterBuilder
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builder, "create_fma", _multiply_add(builder.create_fma))
-        yield
+    return patched(interpreter.InterpreterBuilder, create_fma=_multiply_add)
 
 
-@contextmanager
 def computed():
     """Patch the interpreter for as long as the context is open, inside of that of bfloat16."""
-    builder = interpreter.InterpreterBuilder
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builder, "create_fmul", _product(builder.create_fmul))
-        patch.setattr(builder, "create_fadd", _fused(builder.create_fadd, np.add))
-        patch.setattr(builder, "create_fsub", _fused(builder.create_fsub, np.subtract))
-        yield
+    return patched(
+        interpreter.InterpreterBuilder,
+        create_fmul=_product,
+        create_fadd=functools.partial(_fused, operation=np.add),
+        create_fsub=functools.partial(_fused, operation=np.subtract),
+    )

@@ -4,12 +4,12 @@ It spreads it as integers, and from Triton 3.9 on its loads and stores take a ma
 """
 
 import functools
-from contextlib import contextmanager
 
 import numpy as np
-import pytest
 import triton.language as tl
 from triton.runtime import interpreter
+
+from tests.tools.interpreter import patched
 
 
 def _splat(method):
@@ -22,10 +22,6 @@ def _splat(method):
     return run
 
 
-@contextmanager
 def spread():
     """Patch the interpreter for as long as the context is open."""
-    with pytest.MonkeyPatch.context() as patch:
-        builder = interpreter.InterpreterBuilder
-        patch.setattr(builder, "create_splat", _splat(builder.create_splat))
-        yield
+    return patched(interpreter.InterpreterBuilder, create_splat=_splat)

@@ -8,13 +8,12 @@ each channel of float32, but there eager's product does so too; on a CPU it is n
 """
 
 import functools
-from contextlib import contextmanager
 
 import numpy as np
-import pytest
 import triton.language as tl
 from triton.runtime import interpreter
 
+from tests.tools.interpreter import patched
 from tests.tools.interpreter.bfloat16 import numbers
 
 GROUP = 16  # channels
@@ -39,10 +38,6 @@ def _dot(method):
     return run
 
 
-@contextmanager
 def computed():
     """Patch the interpreter for as long as the context is open, inside of that of bfloat16."""
-    with pytest.MonkeyPatch.context() as patch:
-        builder = interpreter.InterpreterBuilder
-        patch.setattr(builder, "create_dot", _dot(builder.create_dot))
-        yield
+    return patched(interpreter.InterpreterBuilder, create_dot=_dot)

@@ -4,11 +4,10 @@ NumPy adds along any dimension but the last one by one, in tiles that are thousa
 adds up the few that it has; then threads meet by halves, and so does everything here.
 """
 
-from contextlib import contextmanager
-
 import numpy as np
-import pytest
 from triton.runtime import interpreter
+
+from tests.tools.interpreter import patched
 
 
 def total(x, axis):
@@ -26,9 +25,6 @@ def _sum(self, x):
     return self.to_tensor(sums, x.dtype)
 
 
-@contextmanager
 def by_halves():
     """Patch the interpreter for as long as the context is open."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.ReduceOps, "sum", _sum)
-        yield
+    return patched(interpreter.ReduceOps, sum=lambda method: _sum)
