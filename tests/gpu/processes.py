@@ -7,6 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
+from tests.gpu import lines
 from tests.tools import bound
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +24,7 @@ def parser(description):
     found.add_argument("--out", type=Path, required=True)
     found.add_argument("--seconds", type=float, required=True, help="beyond them, nothing is begun")
     found.add_argument("--workers", type=int, default=1)
+    found.add_argument("--worker", type=int, help="be this process of the workers, from 1")
     found.add_argument("--dry-run", action="store_true")
     return found
 
@@ -85,3 +87,17 @@ def side_by_side(commands, deadline, start, grace=GRACE):
         for process in running.values():
             end(process)
     return worst(statuses.values())
+
+
+def shared(part, args, deadline, options=(), start=start, grace=GRACE):
+    """Have workers share the items of a part; return the worst of their exit statuses."""
+    same = ["-m", f"tests.gpu.{part}", "--out", args.out, "--workers", args.workers, *options]
+    same += ["--dry-run"] if args.dry_run else []
+    commands = [lambda left, n=n: [*same, "--seconds", left, "--worker", n] for n in range(1, args.workers + 1)]
+    return side_by_side(commands, deadline, start, grace)
+
+
+def finished(path, *statuses):
+    """Return the exit status of a part: the worst of those of its processes and of its results."""
+    failed = any(line["outcome"] in ("failed", "lost") for line in lines.results(path).values())
+    return worst([*statuses, FAILED if failed else DONE])

@@ -6,7 +6,6 @@ the tables have; calls for which None takes what was timed to be the fastest; th
 assembler's warnings (C75xx) of the main Triton kernels; and, where compute-sanitizer is, small calls under it.
 """
 
-import argparse
 import faulthandler
 import itertools
 import os
@@ -17,7 +16,6 @@ import sys
 import time
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -217,7 +215,7 @@ def sanitize(op, backend, what=None, tool="memcheck"):
     if found is None:
         raise Skipped("compute-sanitizer is not there")
     command = [found, "--tool", tool, "--error-exitcode", "9", sys.executable]
-    command += ["-m", "tests.gpu.smoke", "--call", what or op, backend]
+    command += ["-c", f"from tests.gpu import smoke; smoke.call({what or op!r}, {backend!r})"]
     seconds = LIMIT - 10
     try:
         done = subprocess.run(command, cwd=processes.ROOT, capture_output=True, text=True, timeout=seconds)
@@ -322,27 +320,14 @@ def call(op, backend):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=180.0)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--worker", type=int, help="be this process of the workers, from 1")
-    parser.add_argument("--call", nargs=2, metavar=("OP", "BACKEND"), help="make one small call, and nothing else")
-    parser.add_argument("--dry-run", action="store_true")
-    args = parser.parse_args(argv)
-    if args.call:
-        return call(*args.call)
+    args = processes.parser(__doc__).parse_args(argv)
     path, deadline = args.out / "smoke.jsonl", time.monotonic() + args.seconds
     worker = 1 if args.workers == 1 else args.worker
     if worker is not None:
         status = work(path, [*items(args.dry_run).items()][worker - 1 :: args.workers], deadline)
     else:
-        same = ["-m", "tests.gpu.smoke", "--out", args.out, "--workers", args.workers]
-        same += ["--dry-run"] if args.dry_run else []
-        every = [lambda left, n=n: [*same, "--seconds", left, "--worker", n] for n in range(1, args.workers + 1)]
-        status = processes.side_by_side(every, deadline, processes.start)
-    failed = any(line["outcome"] in ("failed", "lost") for line in lines.results(path).values())
-    return processes.worst([status, processes.FAILED if failed else processes.DONE])
+        status = processes.shared("smoke", args, deadline)
+    return processes.finished(path, status)
 
 
 if __name__ == "__main__":

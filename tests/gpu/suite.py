@@ -120,24 +120,16 @@ def work(path, index, count, seconds, dry_run, alone):
 
 def main(argv=None):
     parser = processes.parser(__doc__)
-    parser.add_argument("--worker", type=int, help="be this process of the workers, from 1")
     parser.add_argument("--alone", action="store_true", help="only tests that lacked memory")
     args = parser.parse_args(argv)
     path, deadline = args.out / "suite.jsonl", time.monotonic() + args.seconds
     if args.worker is not None:
         return work(path, args.worker, args.workers, args.seconds, args.dry_run, args.alone)
-    same = ["-m", "tests.gpu.suite", "--out", args.out, *(["--dry-run"] if args.dry_run else [])]
-
-    def command(worker, workers, *more):
-        return lambda left: [*same, "--worker", worker, "--workers", workers, "--seconds", left, *more]
-
-    every = [command(n, args.workers) for n in range(1, args.workers + 1)]
-    status = processes.side_by_side(every, deadline, processes.start)
+    statuses = [processes.shared("suite", args, deadline)]
     if any(line["outcome"] == "memory" for line in lines.results(path).values()):
-        alone = processes.side_by_side([command(1, 1, "--alone")], deadline, processes.start)
-        status = processes.worst([status, alone])
-    failed = any(line["outcome"] in ("failed", "lost") for line in lines.results(path).values())
-    return processes.worst([status, processes.FAILED if failed else processes.DONE])
+        args.workers = 1
+        statuses.append(processes.shared("suite", args, deadline, ["--alone"]))
+    return processes.finished(path, *statuses)
 
 
 if __name__ == "__main__":

@@ -80,11 +80,11 @@ def test_a_smoke_item_that_fails_stops_nothing(tmp_path, monkeypatch):
         raise smoke.Skipped("not there")
 
     monkeypatch.setattr(smoke, "items", lambda dry_run: {"a": wrong, "b": missing, "c": lambda: {"share": 0.5}})
-    assert smoke.main(["--out", str(tmp_path)]) == processes.FAILED
+    assert smoke.main(["--out", str(tmp_path), "--seconds", "180"]) == processes.FAILED
     outcomes = {name: line["outcome"] for name, line in lines.results(tmp_path / "smoke.jsonl").items()}
     assert outcomes == {"a": "failed", "b": "skipped", "c": "passed"}
     count = len(lines.read(tmp_path / "smoke.jsonl"))
-    smoke.main(["--out", str(tmp_path)])
+    smoke.main(["--out", str(tmp_path), "--seconds", "180"])
     assert [line["item"] for line in lines.read(tmp_path / "smoke.jsonl")[count:]] == ["b", "b"]
 
 
@@ -110,11 +110,11 @@ def test_small_calls_run_under_the_sanitizer_where_it_is(status, monkeypatch):
             smoke.sanitize("mssa", "cpp")
     else:
         assert smoke.sanitize("mssa", "cpp") == {"said": "ERROR SUMMARY"}
-    assert commands[0][-3:] == ["--call", "mssa", "cpp"]
+    assert commands[0][-1] == "from tests.gpu import smoke; smoke.call('mssa', 'cpp')"
     monkeypatch.setattr(smoke.launch, "arch", lambda device: "sm_90")
     if not status:
         smoke.sanitize("tssa", "cpp", "walking", "racecheck")
-        assert commands[1][-3:] == ["--call", "walking", "cpp"]
+        assert commands[1][-1] == "from tests.gpu import smoke; smoke.call('walking', 'cpp')"
         assert [one[1:3] for one in commands] == [["--tool", "memcheck"], ["--tool", "racecheck"]]
 
 
@@ -138,5 +138,5 @@ def test_what_the_sanitizer_skips_goes_again(tmp_path, monkeypatch):
     for reason, found, outcome in (("no NVRTC", missing, "skipped"), (None, done, "passed")):
         monkeypatch.setattr(smoke.backends, "unavailable_reason", lambda *args, reason=reason: reason)
         monkeypatch.setattr(smoke.subprocess, "run", lambda *args, found=found, **options: found)
-        assert smoke.main(["--out", str(tmp_path)]) == processes.DONE
+        assert smoke.main(["--out", str(tmp_path), "--seconds", "180"]) == processes.DONE
         assert lines.results(tmp_path / "smoke.jsonl")["sanitizer cpp mssa"]["outcome"] == outcome

@@ -122,24 +122,18 @@ def run(file, every, deadline):
     return processes.FAILED if file.wrong() else processes.DONE
 
 
-def compile_all(args, every, deadline):
+def compile_all(args, deadline):
     """Make the calls of the jobs in processes side by side, each with its turn of the jobs."""
-    same = ["-m", "tests.gpu.timing", "--out", args.out, "--workers", args.workers, "--first", args.first]
-    same += ["--dry-run"] if args.dry_run else []
-    same += [word for part in args.only for word in ("--only", part)]
+    options = ["--first", args.first, *(word for part in args.only for word in ("--only", part))]
     # One process more for each that compiles would be more processes than cores.
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    commands = [
-        lambda left, n=n: [*same, "--seconds", left, "--worker", n] for n in range(1, min(args.workers, len(every)) + 1)
-    ]
     start = time.monotonic()
-    processes.side_by_side(commands, deadline, lambda words: processes.start(words, environment), grace=2.0)
+    processes.shared("timing", args, deadline, options, lambda words: processes.start(words, environment), grace=2.0)
     print(f"timing: compiled in {time.monotonic() - start:.0f} s", flush=True)
 
 
 def main(argv=None):
     parser = processes.parser(__doc__)
-    parser.add_argument("--worker", type=int, help="be this process of those that compile, from 1")
     parser.add_argument("--only", action="append", default=[], help="only these providers; may be repeated")
     parser.add_argument("--first", type=int, default=sys.maxsize, help="only so many jobs, from the first on")
     args = parser.parse_args(argv)
@@ -151,7 +145,7 @@ def main(argv=None):
     if args.worker is not None:
         return run(Unrecorded(device), every[args.worker - 1 :: args.workers], deadline)
     if args.workers > 1:
-        compile_all(args, every, now + COMPILING * args.seconds)
+        compile_all(args, now + COMPILING * args.seconds)
     machine = (lambda: {"device": "dry run"}) if args.dry_run else (lambda: rows.machine(device, ("fp32", "bf16")))
     return run(File(args.out / "bench.json", device, machine), every, deadline)
 
