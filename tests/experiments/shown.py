@@ -89,7 +89,7 @@ def _texts(figure):
 
 
 def _without_numbers(text):
-    return re.sub(r"\d+(?=% )|(?<=: )\d\.\d\d", "{}", text)
+    return re.sub(r"\d+(?=%)|(?<=: )\d\.\d\d", "{}", text)
 
 
 def _curve(line, values, start, colour=None, step=1):

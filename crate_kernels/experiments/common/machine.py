@@ -18,8 +18,9 @@ def choose(device: str | None, ops: tuple[str, ...], backend: str | None) -> tor
         ValueError: the device cannot be used, or no backend has that name.
         RuntimeError, NotImplementedError: ``backend`` cannot compute ``ops`` there.
     """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        found = torch.device(device)
         torch.empty(1, device=found).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"--device {device} cannot be used: {str(error).partition(chr(10))[0]}") from error

@@ -128,7 +128,7 @@ def test_a_wrong_operator_fails_the_demo(factor, demo, monkeypatch):
 
 REFUSALS = {
     "seed": (["--seed", "-1"], "--seed must be >= 0, got -1"),
-    "backend": (["--backend", "cublas"], "backend must be None or one of"),
+    "backend": (["--backend", "cublas"], "--backend must be one of"),
     "reference": (["--backend", "reference"], "--backend must not be reference"),
     "device": (["--device", "toaster"], "device type"),
 }
