@@ -12,7 +12,7 @@ from crate_kernels.ops.ista.triton import bits, tables  # noqa: E402
 from crate_kernels.ops.ista.triton.product import Epilogue, product  # noqa: E402
 from tests.cuda import compilers, resources  # noqa: E402
 from tests.ops.ista.aot import HALF, SINGLE, step  # noqa: E402  # only where Triton compiles
-from tests.tools.aot import wide  # noqa: E402
+from tests.tools.sass import listing  # noqa: E402
 
 ALL, HOPPER = tuple(harness.TARGETS), ("sm_90",)
 FORWARD, BACKWARD = slice(0, 1), slice(1, None)
@@ -65,9 +65,7 @@ def test_two_programs_of_the_stream_are_on_a_multiprocessor(transposed, threshol
     assert (kernel.name, kernel.stack) == ("_ista_stream_kernel", 0)
     assert 2 * kernel.shared <= harness.SHARED_LIMIT[target]
     assert 2 * 128 * kernel.registers <= 65536
-    functions = harness.disassembled(harness.assemble(launch, target).compiled.asm["cubin"])
-    (function,) = (each for each in functions if each.name == kernel.name)
-    opcodes = [one.name for one in function.instructions]
+    opcodes = [one.name for one in harness.listed(launch, target).instructions]
     moved = {name: opcodes.count(name) for name in ("UTMASTG", "LDG", "STG")}
     assert moved == {"UTMASTG": 2, "LDG": 0, "STG": 0}
     assert "UTMALDG" in opcodes
@@ -87,7 +85,8 @@ UPDATES = {
 def test_the_update_moves_16_bytes_of_a_thread_at_once(call):
     launches = [one for one in harness.launches(call, "sm_90") if one.function.__name__ == "_ista_update_kernel"]
     assert launches
-    assert {access.opcode for each in launches for access in wide.accesses(each, "sm_90")} == {"LDG.E.128", "STG.E.128"}
+    functions = [harness.listed(launch, "sm_90") for launch in launches]
+    assert {one.opcode for each in functions for one in listing.accesses(each)} == {"LDG.E.128", "STG.E.128"}
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
@@ -96,7 +95,7 @@ def test_bits_are_read_by_16_bytes_of_a_thread_and_written_by_4(target):
     (launch,) = harness.launches(lambda: bits.packed(gate), target)
     kernel = harness.compile_launch(launch, target)
     assert (kernel.name, kernel.stack) == ("_ista_bits_kernel", 0)
-    opcodes = [access.opcode for access in wide.accesses(launch, target)]
+    opcodes = [one.opcode for one in listing.accesses(harness.listed(launch, target))]
     assert sorted(opcodes) == 4 * ["LDG.E.128"] + ["STG.E"]
 
 

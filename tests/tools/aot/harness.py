@@ -162,6 +162,13 @@ def disassembled(cubin):
         return listing.functions(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
+def listed(launch, target):
+    """Return the function of a launch as its machine code has it."""
+    functions = disassembled(assemble(launch, target).compiled.asm["cubin"])
+    (function,) = (each for each in functions if each.name == launch.function.__name__)
+    return function
+
+
 def _amd(compiled):
     text = compiled.asm["amdgcn"]
     fields = {k: int(re.search(rf"\.{k}:\s*(\d+)", text)[1]) for k in ("vgpr_count", "private_segment_fixed_size")}

@@ -33,8 +33,7 @@ def examine(launch, target):
     """Return (figures of a launch, its cubin); "instructions" are of a trip of its main loop."""
     assembled = harness.assemble(launch, target)
     registers, stack = harness.nvidia_resources(assembled.compiled)
-    cubin = assembled.compiled.asm["cubin"]
-    (function,) = [f for f in harness.disassembled(cubin) if f.name == launch.function.__name__]
+    function = harness.listed(launch, target)
     return {
         "kernel": step(launch),
         "instructions": len(listing.main_loop(function)),
@@ -43,7 +42,7 @@ def examine(launch, target):
         "serialised": listing.serialised(function),
         # The assembler's warnings about warp-group products, by their numbers.
         "warnings": sorted(set(re.findall(r"C75\d\d", assembled.report))),
-    }, cubin
+    }, assembled.compiled.asm["cubin"]
 
 
 def family(name, target):

@@ -6,7 +6,8 @@ from tests.tools.aot import harness
 
 harness.needs_compiler()
 
-from tests.tools.aot import families, wide  # noqa: E402  # only where Triton compiles
+from tests.tools.aot import families  # noqa: E402  # only where Triton compiles
+from tests.tools.sass import listing  # noqa: E402
 
 # kernel: why no thread of it loads, or stores, 16 bytes at once. Neighbouring threads have neighbouring numbers in all.
 NARROW = {
@@ -26,7 +27,7 @@ def test_kernels_move_16_bytes_of_a_thread_at_once(name):
     narrow, single, seen = set(), set(), False
     for each in families.launches(name, "sm_90", harness.launches):
         kernel, seen = each.function.__name__, True
-        widths = wide.widths(each, "sm_90")
+        widths = listing.widths(harness.listed(each, "sm_90"))
         narrow |= {(kernel, way) for way, bits in widths.items() if max(bits) < 128}
         single |= {kernel for bits in widths.values() if min(bits) < 32}
     assert seen

@@ -9,6 +9,8 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
+import networkx as nx  # which PyTorch needs
+
 _SECTION = re.compile(r"^\.text\.(\S+):")
 _LABEL = re.compile(r"^(\.L\S*):")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);")
@@ -16,6 +18,7 @@ _TARGET = re.compile(r"`\((\.L\w+)\)")
 _WAIT = 8  # the most instructions of a loop around a barrier's test
 _PRODUCTS = ("HGMMA", "QGMMA", "IGMMA", "HMMA", "IMMA", "QMMA", "UTCHMMA", "UTCQMMA")
 _ACCESSES = ("LDG", "LDGSTS", "STG")
+_BITS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}  # of an access; others have 32
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,10 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop's label, the indices of its instructions, those that are in no inner loop, and its depth from 0."""
+    """The indices of a loop's instructions, and of those that are in no inner loop."""
 
-    label: str
-    first: int
     body: frozenset
     own: tuple[int, ...]
-    depth: int
 
 
 @dataclass(frozen=True)
@@ -95,77 +95,52 @@ def _function(name, lines):
 
 
 def _loops(instructions, labels):
-    following = _following(instructions, labels)
-    starts = sorted({0} | {s for at, nexts in enumerate(following) for s in nexts if nexts != [at + 1]})
-    names = {index: label for label, index in labels.items()}
-    dominators = _dominators(starts, following)
-    before = [[] for _ in instructions]
-    for at, nexts in enumerate(following):
-        for index in nexts:
-            before[index].append(at)
+    graph = nx.DiGraph(_edges(instructions, labels))
+    graph.add_node(0)
+    dominators = nx.immediate_dominators(graph, 0)
     bodies = {}
-    for at, nexts in enumerate(following):
-        for head in nexts:
-            if head <= at and head in dominators[_block(starts, at)]:
-                bodies[head] = bodies.get(head, {head}) | _reaching(at, head, before)
+    for at, head in graph.edges:
+        if head <= at and _dominates(head, at, dominators):
+            before = nx.ancestors(nx.restricted_view(graph, [head], []), at) if at != head else ()
+            bodies[head] = bodies.get(head, frozenset([head])) | {at, *before}
     bodies = {head: body for head, body in bodies.items() if not _waits([instructions[i] for i in body])}
-    for head, body in sorted(bodies.items()):
-        inner = [other for start, other in bodies.items() if start != head and other < body]
-        own = tuple(sorted(body.difference(*inner)))
-        depth = sum(body < other for other in bodies.values())
-        yield Loop(names.get(head, str(head)), head, frozenset(body), own, depth)
+    for _, body in sorted(bodies.items()):
+        inner = [other for other in bodies.values() if other < body]
+        yield Loop(body, tuple(sorted(body.difference(*inner))))
 
 
-def _following(instructions, labels):
-    """List, for each instruction, the indices of those that may run next."""
-    every = []
+def _edges(instructions, labels):
+    """Yield pairs of indices, of an instruction and one that may run next."""
     for at, one in enumerate(instructions):
-        falls = at + 1 < len(instructions) and (one.conditional or one.name not in ("BRA", "EXIT", "RET", "BRX"))
-        jumps = [labels[one.target]] if one.target in labels and labels[one.target] < len(instructions) else []
-        every.append([*([at + 1] if falls else []), *jumps])
-    return every
+        if at + 1 < len(instructions) and (one.conditional or one.name not in ("BRA", "EXIT", "RET", "BRX")):
+            yield at, at + 1
+        if labels.get(one.target, len(instructions)) < len(instructions):
+            yield at, labels[one.target]
 
 
-def _block(starts, at):
-    """Return the first instruction of the straight run that ``at`` is in."""
-    low, high = 0, len(starts)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if starts[middle] <= at else (low, middle)
-    return starts[low]
-
-
-def _dominators(starts, following):
-    """Return, by the first instruction of each straight run, the runs that every path to it has passed."""
-    ends = [*starts[1:], len(following)]
-    nexts = {start: {n for n in following[end - 1]} for start, end in zip(starts, ends, strict=True)}
-    before = {start: [other for other in starts if start in nexts[other]] for start in starts}
-    every = set(starts)
-    found = {start: ({start} if start == 0 else every) for start in starts}
-    changed = True
-    while changed:
-        changed = False
-        for start in starts[1:]:
-            known = [found[other] for other in before[start]]
-            new = {start} | (set.intersection(*known) if known else set())
-            changed |= new != found[start]
-            found[start] = new
-    return found
-
-
-def _reaching(at, head, before):
-    """Return the instructions from which ``at`` is reached without passing ``head``."""
-    body, todo = {head}, [at]
-    while todo:
-        index = todo.pop()
-        if index not in body:
-            body.add(index)
-            todo.extend(before[index])
-    return body
+def _dominates(head, at, dominators):
+    """Return whether every path from the first instruction to ``at`` passes ``head``."""
+    while at not in (head, 0) and at in dominators:
+        at = dominators[at]
+    return at == head
 
 
 def _waits(body):
     return len(body) <= _WAIT and any(i.name in ("SYNCS", "NANOSLEEP", "UTCATOMSWS") for i in body)
+
+
+def accesses(function):
+    """List the instructions that load from global memory or store to it."""
+    return [one for one in function.instructions if one.name in _ACCESSES]
+
+
+def widths(function):
+    """Return the bits that each access to global memory moves, by "load" and "store"."""
+    found = {}
+    for one in accesses(function):
+        bits = next((_BITS[word] for word in one.modifiers if word in _BITS), 32)
+        found.setdefault("store" if one.name == "STG" else "load", []).append(bits)
+    return found
 
 
 def main_loop(function):
