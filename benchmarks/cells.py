@@ -27,13 +27,14 @@ _CLOCKS = {"device": "device", "loop": "in a loop", "calls": "one by one"}
 
 
 def by_clock(results: Results, **wanted: Any) -> list[tuple[list[str], Results]]:
-    """Return the results by each clock that timed rows with these values, and the cells that name it.
+    """Return the rows with these values by each clock that timed some, and the cells that name it.
 
     There is no such cell where all results have one clock.
     """
+    found = Results(results.machine, results.find(**wanted))
     if len(results.clocks()) < 2:
-        return [([], results)]
-    return [([_CLOCKS[clock]], results.by(clock)) for clock in results.clocks(**wanted)]
+        return [([], found)]
+    return [([_CLOCKS[clock]], found.by(clock)) for clock in found.clocks()]
 
 
 def clock_title(results: Results) -> list[str]:

@@ -85,6 +85,7 @@ def _speed(results: Results, bench: str, baselines: list[str]) -> str:
     cases = dict.fromkeys(row.case for row in results.rows if row.bench == bench)
     lines = []
     for dtype, case in itertools.product(("fp32", "bf16"), cases):
+        beside = Results(cold.machine, cold.find(case=case, dtype=dtype))
         for clock, timed in cells.by_clock(results, bench=bench, case=case, dtype=dtype):
             ours = [_ours(timed, bench, case, dtype, direction) for direction in directions]
             if all(row is None for row in ours):
@@ -92,7 +93,7 @@ def _speed(results: Results, bench: str, baselines: list[str]) -> str:
             shape = next((f"({', '.join(map(str, row.shape))})" for row in ours if row is not None), "")
             times = " / ".join("-" if row is None else f"{1e3 * row.time:.3g}" for row in ours)
             ratios = [_pair(timed, bench, case, dtype, b, directions) for b in baselines]
-            ratios += [_pair(cold, rows.INTERLEAVED, case, dtype, b, directions) for b in cold_baselines]
+            ratios += [_pair(beside, rows.INTERLEAVED, case, dtype, b, directions) for b in cold_baselines]
             lines.append([f"{case} {shape}", dtype, *clock, times, *ratios])
     titles = [
         *(cells.NAMES.get(b, b) for b in baselines),
