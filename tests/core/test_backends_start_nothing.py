@@ -9,10 +9,6 @@ import torch
 import crate_kernels
 from crate_kernels._core import backends
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-KERNELS = "crate_kernels.ops.{op}.composite"
-
-
 USE_EVERYTHING = """
 import sys, torch
 import crate_kernels, crate_kernels.nn, crate_kernels.models, crate_kernels.testing
@@ -23,6 +19,16 @@ out = out + crate_kernels.ista(w, torch.eye(8)) + crate_kernels.ista_overcomplet
 out.sum().backward()
 assert w.grad.isfinite().all()
 assert "triton" not in sys.modules, "imported by a call that needs none"
+"""
+APART = """
+found = {"crate_kernels.distributed", "torch.distributed.tensor"} & sys.modules.keys()
+found |= {"transformers", "accelerate", "timm", "torchvision"} & sys.modules.keys()
+assert not found, found
+assert crate_kernels.distributed.shard is sys.modules["crate_kernels.distributed"].shard
+try:
+    crate_kernels.nothing
+except AttributeError as error:
+    assert "has no attribute 'nothing'" in str(error)
 """
 HIDE_TRITON = """
 import sys
@@ -58,7 +64,6 @@ with FlopCounterMode(display=False) as counter:
 assert counter.get_total_flops() == 2 * 9 * 4 * 4 + 2 * 4**3
 """
 CHOICES = """
-import crate_kernels, torch
 from crate_kernels._core import backends
 print([backends.resolve(op, None, torch.device(d), torch.float32) for op in backends.OPS for d in ("cpu", "cuda")])
 """
@@ -76,10 +81,11 @@ def python(script, **environment):
 
 
 def test_importing_and_calling_import_no_triton_and_no_environment_variable_steers_the_choice():
-    plain, steered = python(USE_EVERYTHING + CHOICES), python(CHOICES, **STEERING)
-    assert plain.returncode == steered.returncode == 0, plain.stderr + steered.stderr
-    assert plain.stdout == steered.stdout
-    assert plain.stdout.count("\n") == 1  # of what is printed, nothing is by what was imported and called
+    devices = (torch.device("cpu"), torch.device("cuda"))
+    chosen = [backends.resolve(op, None, device, torch.float32) for op in backends.OPS for device in devices]
+    steered = python(USE_EVERYTHING + APART + CHOICES, **STEERING)
+    assert steered.returncode == 0, steered.stderr
+    assert steered.stdout == f"{chosen}\n"  # of what is printed, nothing is by what was imported and called
 
 
 def test_where_triton_is_not_installed_everything_works_and_a_flop_counter_imported_later_knows_the_ops():

@@ -14,11 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crate_kernels.distributed import sequence_parallel, tensor_parallel
 from crate_kernels.testing import budget
-from tests.distributed.common import same
-from tests.distributed.sequence_cases import same_gradients, whole
+from tests.distributed.common import same, same_gradients, whole
+from tests.distributed.sharded_cases import BLOCKS
 from tests.distributed.tensor_cases import HEADS
 from tests.models import families
-from tests.sharded.cases import BLOCKS
 
 BATCH = 8  # two a process: of one image, PyTorch's batch norm takes a transposed gradient for another on CPUs
 

@@ -11,7 +11,7 @@ import crate_kernels
 from crate_kernels import distributed, testing
 from crate_kernels._core import backends
 from crate_kernels.ops.mssa.rectangular import composite, native
-from tests.distributed.common import drawn, own, same
+from tests.distributed.common import drawn, mask_of, own, same
 
 BATCH, HEADS, HEAD_DIM = 2, 6, 4
 FORMS = ("heads", "gather", "ring")
@@ -26,19 +26,6 @@ def results(run, w):
         finite = out.masked_fill(~out.detach().isfinite(), 0.0)
         loss = loss + (finite * finite.detach().cos() + finite.square()).sum()
     return [out.detach() for out in outputs], torch.autograd.grad(loss, w)[0]
-
-
-def mask_of(seqlen, padding):
-    """(batch, seqlen): None; a ragged end; a sequence without a token, and one that begins late."""
-    if padding is None:
-        return None
-    kept = torch.ones(BATCH, seqlen, dtype=torch.bool)
-    if padding == "right":
-        kept[0, seqlen // 2 :] = False
-    else:
-        kept[0] = False
-        kept[1, : seqlen // 2] = False
-    return kept
 
 
 def equal_to_one(seqlen, form, padding=None, balanced=False, backend=None, give_length=False, heads=HEADS, **options):

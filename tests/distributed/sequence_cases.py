@@ -17,23 +17,11 @@ from crate_kernels.distributed import sequence_parallel, unshard
 from crate_kernels.models import tost
 from crate_kernels.nn import MSSA, TSSA, CausalMSSA, CausalTSSA
 from crate_kernels.testing import budget
-from tests.distributed.common import drawn, own, same
+from tests.distributed.common import drawn, own, same, same_gradients, whole
 from tests.models import families
 from tests.patch import published
 
 DIM, HEADS = 12, 6
-
-
-def whole(grad):
-    return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-
-
-def same_gradients(model, expected):
-    for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
-        if q.grad is None:
-            assert p.grad is None, name
-        else:
-            same(whole(p.grad), q.grad, name)
 
 
 def text(seqlen, batch=3):

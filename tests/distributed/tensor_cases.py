@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 
 from crate_kernels.distributed import sequence_parallel, tensor_parallel
 from crate_kernels.nn import MSSA, TSSA
-from tests.distributed.common import same
-from tests.distributed.sequence_cases import blocks, made, same_gradients
+from tests.distributed.common import same, same_gradients
+from tests.distributed.sequence_cases import blocks, made
 from tests.models import families
 from tests.nn.adapters import LowRank, replaced
 

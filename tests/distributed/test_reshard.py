@@ -12,19 +12,16 @@ from torch.distributed.fsdp import fully_shard
 
 from crate_kernels import models
 from crate_kernels.distributed import tensor_parallel
+from tests.distributed.sharded_cases import BLOCKS
 from tests.distributed.tensor_cases import HEADS
 from tests.distributed.training_cases import checkpoints
 from tests.models import families
-from tests.sharded.cases import BLOCKS
 from tests.tools import processes
 
 pytestmark = pytest.mark.exhaustive
 FAMILIES = ("crate_lm", "tost_lm", "crate_alpha")
 # Processes, and how many of them share a layer; the others cut the weights.
-CHAINS = {
-    "weights": ((2, 1), (3, 1), (1, 1)),
-    "layers": ((4, 2), (3, 3), (2, 1), (1, 1)),
-}
+CHAINS = {"weights": ((2, 1), (3, 1), (1, 1)), "layers": ((4, 2), (3, 3), (2, 1), (1, 1))}
 
 
 def cut(model, family, size, tensor):

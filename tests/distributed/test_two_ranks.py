@@ -4,8 +4,9 @@ import pytest
 
 from tests.distributed import ranks
 
-CASES = ranks.cases()
-failures = ranks.failures(2)
+MODULES = (*ranks.MODULES, "sharded_cases")
+CASES = ranks.cases(MODULES)
+failures = ranks.failures(2, MODULES)
 
 
 @pytest.mark.parametrize("name", CASES)

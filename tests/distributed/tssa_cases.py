@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import crate_kernels
 from crate_kernels import distributed, testing
-from tests.distributed.common import drawn, own, same, summed
+from tests.distributed.common import drawn, mask_of, own, same, summed
 
 BATCH, HEADS, HEAD_DIM = 2, 3, 4
 TEMP = torch.tensor([0.7, 1.3, 2.0], dtype=torch.float64)
@@ -22,17 +22,6 @@ def results(run, *leaves):
     outputs = run(*leaves)
     loss = sum((out * out.detach().cos() + out.square()).sum() for out in outputs)
     return [out.detach() for out in outputs], torch.autograd.grad(loss, leaves)
-
-
-def mask_of(seqlen, padding):
-    """(batch, seqlen): None; a ragged end; a sequence without a token, and one that begins late."""
-    kept = torch.ones(BATCH, seqlen, dtype=torch.bool)
-    if padding == "right":
-        kept[0, seqlen // 2 :] = False
-    elif padding == "none-left":
-        kept[0] = False
-        kept[1, : seqlen // 2] = False
-    return kept if padding else None
 
 
 def equal_to_one(seqlen, padding=None, bias=False, give_length=False, dropout_p=0.0, dtype=torch.float64, **options):

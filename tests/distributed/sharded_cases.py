@@ -1,9 +1,7 @@
-"""What runs in two processes at once: each case takes the mesh and raises where something is wrong.
-
-All is float64, and each process has the unsharded module too, to hold its own against.
-"""
+"""Modules and models cut over two processes by PyTorch: all is float64, and each process has the whole one too."""
 
 import copy
+import functools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
@@ -24,6 +22,7 @@ from crate_kernels.models.aot import MHSA
 from crate_kernels.models.crate import RateGradientStep
 from crate_kernels.models.tost import ClassAttention, ToSTConfig
 from crate_kernels.nn import MSSA, TSSA, CausalMSSA, CausalTSSA
+from tests.distributed import common
 from tests.models.families import FAMILIES, build, drawn, inputs, output
 from tests.nn.adapters import LowRank
 from tests.patch import published
@@ -31,10 +30,6 @@ from tests.patch import published
 DIM, HEADS, HEAD_DIM = 16, 4, 3
 QKV = {"qkv": ColwiseParallel(), "to_out.0": RowwiseParallel()}
 CAUSAL = {"c_attn": ColwiseParallel(), "c_proj": RowwiseParallel()}
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def made(make):
@@ -50,11 +45,7 @@ def tokens(batch=2):
     return torch.randn(batch, 5, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def same_gradients(module, expected):
-    for (name, p), q in zip(module.named_parameters(), expected.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        if q.grad is not None:
-            assert_close(whole(p.grad), q.grad, rtol=1e-11, atol=1e-13, msg=lambda text, name=name: f"{name}: {text}")
+same_gradients = functools.partial(common.same_gradients, rtol=1e-11, atol=1e-13)
 
 
 ATTENTION = {
@@ -294,7 +285,17 @@ def saving(family):
     return run
 
 
-CASES = {
+@functools.cache  # its group has threads that wake all the time
+def mesh_of_two():
+    return init_device_mesh("cpu", (2,))
+
+
+def on_mesh(case):
+    """A case that takes the mesh of both processes in the place of their group."""
+    return lambda group: case(mesh_of_two())
+
+
+ON_MESH = {
     **{f"heads-apart-{name}": heads_apart(*case) for name, case in ATTENTION.items()},
     "heads-apart-patched": heads_apart(patched(lambda: published.Attention(DIM, HEADS, HEAD_DIM)), QKV),
     "heads-apart-patched-causal": heads_apart(patched(lambda: published.CausalAttention(DIM, HEADS)), CAUSAL),
@@ -344,3 +345,4 @@ CASES = {
     "save-tied-head": saving("crate_lm"),
 }
 assert BLOCKS.keys() == FAMILIES.keys()
+CASES = {name: on_mesh(case) for name, case in ON_MESH.items()}
