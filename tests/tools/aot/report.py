@@ -2,12 +2,14 @@
 
 ``python -m tests.tools.aot.report --kernel mssa_forward-d64-n16384 --target sm_90`` prints it, ``--out FOLDER`` writes
 the cubins, ``--check`` compares it with the record, and ``--record`` writes what fell, with ``--grow`` what rose too.
+``--spills PART`` writes what the cases with this part in their names spill into spills.json instead, likewise.
 """
 
 import argparse
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import triton
@@ -87,6 +89,48 @@ def record(found, target, grow):
     RECORDED.write_text(re.sub(r"\{\s+(\"instr[^}]*?)\s+\}", lambda m: f"{{{' '.join(m[1].split())}}}", text) + "\n")
 
 
+def spilling_cases():
+    """Yield (name, target, call, strict) for every case whose spills are recorded with this version of Triton."""
+    from tests.ops.ista import exhaustive_aot as ista
+    from tests.ops.mssa import aot, exhaustive_aot, test_aot
+    from tests.ops.tssa import exhaustive_aot as tssa
+
+    mssa = {
+        **{n: (make(*args, causal=causal), *args[1:]) for n, (make, *args, causal) in exhaustive_aot.CALLS.items()},
+        **{n: (aot.decode(*args), *args[1:]) for n, args in exhaustive_aot.STEPS.items()},
+    }
+    known = dict(test_aot.COVERING)
+    known |= {n: (call, harness.TARGETS, exhaustive_aot.strict(*kind)) for n, (call, *kind) in mssa.items()}
+    known |= {n: (call, harness.TARGETS, strict) for n, (call, strict) in tssa.CALLS.items()}
+    known |= {n: (call, harness.TARGETS, True) for n, call in ista.CALLS.items()}
+    for name, (call, targets, strict) in known.items():
+        for target in targets:
+            if not (strict and target in harness.STRICT and harness.VERSION in harness.TUNED):
+                yield name, target, call, strict
+
+
+def record_spills(part, grow):
+    """Write the spills, the larger ones only if ``grow``; return those that are not written."""
+    recorded, refused = json.loads(harness.RECORDED.read_text()), []
+    for name, target, call, strict in spilling_cases():
+        if part not in name:
+            continue
+        stacks = Counter()  # the largest per kernel, which may be compiled more than once, as for its steps
+        for kernel in harness.compiled(call, target):
+            key = harness.spill_key(name, target, kernel, strict)
+            stacks[key] = max(stacks[key], kernel.stack)
+        for key, stack in stacks.items():
+            if not grow and stack > recorded.get(key, stack):
+                refused.append(f"{key}: {recorded[key]} recorded, {stack} now")
+                continue
+            recorded.pop(key, None)
+            if stack:
+                recorded[key] = stack
+                print(key, stack, flush=True)
+            harness.RECORDED.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
+    return refused
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernel", default="", help="a part of a family's name; all by default")
@@ -95,7 +139,12 @@ def main():
     parser.add_argument("--check", action="store_true", help="fail if a figure is larger than the recorded one")
     parser.add_argument("--record", action="store_true", help="record figures that fell")
     parser.add_argument("--grow", action="store_true", help="record figures that rose, too")
+    parser.add_argument("--spills", metavar="PART", help="record the spills of cases with this in their names instead")
     args = parser.parse_args()
+    if args.spills is not None:
+        faults = record_spills(args.spills, args.grow)
+        print("\n".join(faults))
+        return 1 if faults else 0
     found = {}
     for name in (name for name in families.FAMILIES if args.kernel in name):
         kernels = family(name, args.target)
