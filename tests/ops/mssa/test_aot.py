@@ -58,7 +58,21 @@ COVERING = {
 }
 
 
-@pytest.mark.parametrize(("name", "target"), harness.covering(COVERING))
+# Each takes seconds, and a neighbour has the same branches: of d64 it is tests/tools/aot/test_report.py.
+SELDOM = {
+    *("forward-64", "forward-64-causal", "forward-128", "forward-88", "forward-64-fp16", "forward-vit-64"),
+    *("forward-vit-256", "forward-vit-causal", "backward-64", "backward-64-causal", "backward-128"),
+    *("backward-vit-88-causal", "backward-vit-128"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        pytest.param(*p.values, id=p.id, marks=pytest.mark.exhaustive if p.values[0] in SELDOM else p.marks)
+        for p in harness.covering(COVERING)
+    ],
+)
 def test_kernels_compile_within_budget(name, target):
     call, _, strict = COVERING[name]
     kernels = harness.compiled(call, target)
