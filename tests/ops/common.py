@@ -1,6 +1,7 @@
 """Shared parts of the operator tests: the backends of this machine, losses, keep masks and budgets."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,12 +9,14 @@ import torch
 from crate_kernels import testing
 from crate_kernels._core import backends as _backend
 from crate_kernels._core import operator
+from crate_kernels._native import extension
 from tests.ops.naive_philox import philox4x32_10
 
 EMULATED = ("emulated", "aarch64")  # plugins of tests/tools/emulator and tests/tools/aarch64
 KERNELS = ("triton", "cpp", *EMULATED)
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")  # levels of the extension, ascending
 NANS = {"nan": 0x7FC00000, "payload": 0x7FFFFFFF, "negative-payload": -1}  # bits of fp32
+NEEDS_EXTENSION = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 LAYOUTS = {
     "contiguous": lambda t: t,
@@ -24,9 +27,27 @@ LAYOUTS = {
     "expanded-rows": lambda t: t[:1].expand(t.shape),
     "one-number": lambda t: t.flatten()[:1].view([1] * t.dim()).expand(t.shape) if t.numel() else t,
 }
+STRIDES = {name: LAYOUTS[name] for name in ("projection", "channels-apart", "transposed", "expanded")}
+FORMS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 # Triton's interpreter is slow: what takes the same ways through a kernel is left to make test-all there, as fp16 is.
 VARIATION = pytest.mark.exhaustive if os.environ.get("TRITON_INTERPRET") == "1" else ()
 TURNS = pytest.mark.turns if VARIATION else lambda test: test
+SELDOM = VARIATION or (lambda test: test)
+
+
+def seldom(table, *often):
+    """List the values of ``table`` by name; where Triton is interpreted, all but ``often`` are left to make test-all.
+
+    For what an operator's boundary decides and no kernel does: other backends are held to all of it in every run.
+    """
+    assert {*often} <= {*table}
+    values = table.items() if isinstance(table, dict) else zip(table, table, strict=True)
+    return [
+        pytest.param(*(v if isinstance(v, tuple) else (v,)), id=str(name), marks=() if name in often else VARIATION)
+        for name, v in values
+    ]
+
+
 DTYPES = [
     pytest.param(torch.float32, id="fp32"),
     pytest.param(torch.bfloat16, id="bf16"),
@@ -132,7 +153,17 @@ def over_budget(case, dtype, backend, device):
         pytest.skip(f"needs another attention of PyTorch's: {reason}")
     if case.options.get("phi") in ("relu", "identity") and backend != "composite":
         pytest.skip("needs kernels with phi='relu' and 'identity': composite alone has them, and runs these cases")
+    case = fewer(case) if interpreted(backend, device) else case
     return [m for m in measured(case, dtype, backend, device, *expected(case, dtype, device)) if not m.passed]
+
+
+def fewer(case):
+    """Return a case of fewer sequences and heads, but for the plain ones: the interpreter takes its time by program."""
+    if case.op != "mssa" or case.padding or case.name.endswith("n65"):
+        return case
+    batch, nheads, *sizes = case.shape
+    batch = min(batch, 2 if case.options.get("dropout_p") else 1)  # a mask is of the head's place among all
+    return replace(case, shape=(batch, min(nheads, 2), *sizes))
 
 
 def expected(case, dtype, device="cpu"):
@@ -154,3 +185,8 @@ def measured(case, dtype, backend, device, eager, exact):
     actual = testing.run(case, testing.make_inputs(case, dtype, device), backend)
     assert actual.keys() == exact.keys()
     return testing.measure(actual, eager, exact, dtype)
+
+
+def failures(case, dtype, backend="cpp"):
+    """List what a backend gets wrong of a case on the CPU."""
+    return [m for m in measured(case, dtype, backend, "cpu", *expected(case, dtype)) if not m.passed]

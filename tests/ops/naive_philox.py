@@ -14,11 +14,6 @@ def philox4x32_10(counter: tuple[int, int, int, int], key: int) -> tuple[int, in
     k0, k1 = key & _WORD, (key >> 32) & _WORD
     for _ in range(10):
         left, right = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = (
-            (right >> 32) ^ c1 ^ k0,
-            right & _WORD,
-            (left >> 32) ^ c3 ^ k1,
-            left & _WORD,
-        )
+        c0, c1, c2, c3 = ((right >> 32) ^ c1 ^ k0, right & _WORD, (left >> 32) ^ c3 ^ k1, left & _WORD)
         k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
     return c0, c1, c2, c3

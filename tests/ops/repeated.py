@@ -6,8 +6,14 @@ import pytest
 import torch
 
 import crate_kernels as ck
-from crate_kernels._core import plan
+from crate_kernels._core import backends, plan
+from crate_kernels._native import extension
 from tests.ops.common import outputs_and_gradients, randn
+
+NEEDS_PLANS = pytest.mark.skipif(
+    extension.PATH is None or backends._INTERPRETED,
+    reason="needs python -m crate_kernels build, and TRITON_INTERPRET unset",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +36,6 @@ class Wrapped(torch.nn.Module):
 
 
 def inputs(op, seed=0, **sizes):
-    """Return the tensors of a small call."""
     if op in ("mssa", "tssa"):
         shape = (sizes.get("batch", 2), 3, sizes.get("seqlen", 9), sizes.get("head_dim", 16))
         shape = (sizes["total"], *shape[1::2]) if "total" in sizes else shape

@@ -9,7 +9,7 @@ import torch
 from crate_kernels import SubspaceCache, mssa, testing
 from crate_kernels._core import operator
 from crate_kernels.ops.mssa import composite
-from tests.ops.common import DTYPES, TURNS, backends, randn
+from tests.ops.common import DTYPES, TURNS, backends, randn, seldom
 from tests.ops.decoding import BATCH, CAPACITY, HEAD_DIM, HEADS, attend, calls, contents, new_cache, tokens
 
 EACH = pytest.mark.parametrize(("op", "backend", "device"), calls(reference=True))
@@ -34,11 +34,14 @@ BLOCKS = {
 
 
 @EACH
-@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.parametrize("blocks", seldom(BLOCKS, "uneven-blocks"))
 def test_decoding_equals_the_full_forward(op, backend, device, blocks):
     w, cache = tokens(device=device), new_cache(op, device=device)
     torch.testing.assert_close(decode(op, w, backend, cache, blocks), attend(op, w, backend))
     assert cache.lengths.tolist() == [CAPACITY] * BATCH
+
+
+STEPS = pytest.mark.parametrize("blocks", seldom({"steps": [1] * 12, "blocks": [7, 1, 4]}, "blocks"))
 
 
 @SUBSPACE
@@ -52,7 +55,7 @@ def test_a_block_of_many_tokens_is_appended_once(backend, device):
 @TURNS
 @EACH
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("blocks", [[1] * 12, [7, 1, 4]], ids=["steps", "blocks"])
+@STEPS
 def test_decoding_is_within_budget(op, backend, device, dtype, blocks):
     w = tokens(dtype=dtype, device=device)
     names = ("out", "statistic")
@@ -69,7 +72,7 @@ def test_decoding_is_within_budget(op, backend, device, dtype, blocks):
 
 
 @pytest.mark.parametrize("channel", [0.0, 1e-8, 6e-7], ids=["zero", "below", "across"])
-@pytest.mark.parametrize("blocks", [[1] * 12, [7, 1, 4]], ids=["steps", "blocks"])
+@STEPS
 @pytest.mark.parametrize(("backend", "device"), backends("tssa"))
 def test_decoding_has_the_floor_of_the_full_forward(backend, device, blocks, channel):
     w = tokens(device=device)
@@ -79,7 +82,7 @@ def test_decoding_has_the_floor_of_the_full_forward(backend, device, blocks, cha
 
 
 @SUBSPACE
-@pytest.mark.parametrize("scale", [-0.4, 0.0])
+@pytest.mark.parametrize("scale", seldom([-0.4, 0.0], -0.4))
 def test_decoding_takes_any_scale(backend, device, scale):
     w, cache = tokens(device=device), new_cache("mssa", device=device)
     call = partial(mssa, causal=True, scale=scale, backend=backend)
@@ -130,12 +133,17 @@ def test_padded_tokens_of_a_step_see_what_is_held(op, backend, device):
     torch.testing.assert_close(actual, expected)
 
 
+TRUNCATED = {
+    "int": (3, (3, 3, 3)),
+    "zero": (0, (0, 0, 0)),
+    "longer": (20, (6, 6, 6)),
+    "tensor": ([2, 5, 0], (2, 5, 0)),
+    "tensor-out-of-range": ([2, 2**40, -1], (2, 6, 0)),
+}
+
+
 @SUBSPACE
-@pytest.mark.parametrize(
-    ("lengths", "kept"),
-    [(3, (3, 3, 3)), (0, (0, 0, 0)), (20, (6, 6, 6)), ([2, 5, 0], (2, 5, 0)), ([2, 2**40, -1], (2, 6, 0))],
-    ids=["int", "zero", "longer", "tensor", "tensor-out-of-range"],
-)
+@pytest.mark.parametrize(("lengths", "kept"), seldom(TRUNCATED, "tensor-out-of-range"))
 def test_truncate_forgets_the_end(backend, device, lengths, kept):
     w, cache = tokens(device=device), new_cache("mssa", device=device)
     attend("mssa", w[:, :, :6], backend, cache)
@@ -148,7 +156,9 @@ def test_truncate_forgets_the_end(backend, device, lengths, kept):
 
 
 @SUBSPACE
-@pytest.mark.parametrize(("limit", "kept"), [(4, (2, 4, 0)), (1, (1, 1, 0))], ids=["above-some", "above-one"])
+@pytest.mark.parametrize(
+    ("limit", "kept"), seldom({"above-some": (4, (2, 4, 0)), "above-one": (1, (1, 1, 0))}, "above-some")
+)
 def test_a_limit_above_ragged_lengths_leaves_them_ragged(backend, device, limit, kept):
     w, cache = tokens(device=device), new_cache("mssa", device=device)
     mask = torch.arange(5, device=device) < torch.tensor([2, 5, 0], device=device)[:, None]
@@ -189,7 +199,9 @@ DROPPED = {
 @TURNS
 @SUBSPACE
 @INTERPRETED
-@pytest.mark.parametrize(("new", "left"), [(3, torch.nan), (3, 3e38), (9, torch.inf)])
+@pytest.mark.parametrize(
+    ("new", "left"), seldom({"nan": (3, torch.nan), "large": (3, 3e38), "infinite": (9, torch.inf)}, "nan", "infinite")
+)
 @pytest.mark.parametrize("drop", DROPPED.values(), ids=DROPPED)
 def test_dropped_tokens_are_never_read(backend, device, drop, new, left):
     """Bit for bit: tokens of a sequence that ended may be anything, also where another's are longer now."""
@@ -245,7 +257,7 @@ def test_reset_forgets_everything(op, backend, device):
 
 
 @EACH
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("dtype", seldom({"int32": torch.int32, "int64": torch.int64}, "int64"))
 def test_reorder_gathers_sequences(op, backend, device, dtype):
     w, cache = tokens(device=device), new_cache(op, device=device)
     mask = torch.arange(5, device=device) < torch.tensor([2, 5, 3], device=device)[:, None]
@@ -279,7 +291,7 @@ def test_reordering_forgets_the_longest_sequence_that_is_gone(op, index, bound):
 
 
 @EACH
-@pytest.mark.parametrize("ragged", [False, True], ids=["uniform", "ragged"])
+@pytest.mark.parametrize("ragged", seldom({"uniform": False, "ragged": True}, "ragged"))
 def test_a_clone_is_independent(op, backend, device, ragged):
     w, cache = tokens(device=device), new_cache(op, device=device)
     mask = torch.arange(4, device=device) < torch.tensor([2, 4, 0], device=device)[:, None]
@@ -294,7 +306,7 @@ def test_a_clone_is_independent(op, backend, device, ragged):
 @TURNS
 @EACH
 @pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
-@pytest.mark.parametrize("way", ["direct", "dispatched", "compiled"])
+@pytest.mark.parametrize("way", seldom(["direct", "dispatched", "compiled"], "direct"))
 def test_autograd_sees_that_a_step_overwrote_what_it_saved(op, backend, device, way, ragged, monkeypatch):
     torch._dynamo.reset()
     if way == "dispatched":

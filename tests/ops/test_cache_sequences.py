@@ -82,7 +82,7 @@ class Model:
 
 @EACH
 def test_any_sequence_of_operations(op, backend, device):
-    examples = 4 if interpreted(backend, device) else 30
+    examples = 2 if interpreted(backend, device) else 30
 
     @hypothesis.settings(max_examples=examples, deadline=None, derandomize=True, database=None)
     @hypothesis.given(operations())

@@ -23,177 +23,154 @@ def packing(*bounds, longest=4, dtype=torch.int32):
 
 
 SHARED = {
-    "rank": ({"w": W[0]}, ValueError, r"w must be \(batch, nheads, seqlen, head_dim\), got \(3, 4, 8\)"),
-    "packed-rank": (
-        {**packing(0, 6), "w": W},
-        ValueError,
-        r"w must be \(total, nheads, head_dim\) with cu_seqlens, got",
-    ),
-    "integer": ({"w": W.int()}, ValueError, "w must have a floating dtype, got torch.int32"),
-    "complex": ({"w": W.to(torch.complex64)}, ValueError, "w must have a floating dtype, got torch.complex64"),
-    "list": ({"w": [1.0]}, TypeError, r"w must be a Tensor \(batch, .*, got list"),
-    "causal-int": ({"causal": 1}, TypeError, "causal must be a bool, got int"),
-    "causal-numpy": ({"causal": numpy.bool_(True)}, TypeError, "causal must be a bool, got numpy.bool"),
-    "dropout-one": ({"dropout_p": 1.0}, ValueError, r"dropout_p must be < 1.0, got 1.0"),
-    "dropout-negative": ({"dropout_p": -0.1}, ValueError, r"dropout_p must be >= 0.0, got -0.1"),
-    "dropout-nan": ({"dropout_p": NAN}, ValueError, "dropout_p must be finite, got nan"),
-    "dropout-bool": ({"dropout_p": True}, TypeError, "dropout_p must be a number, got bool"),
-    "dropout-tensor": ({"dropout_p": torch.tensor(0.1)}, TypeError, "dropout_p must be a number, got a Tensor"),
-    "mask-list": ({"key_padding_mask": [True]}, TypeError, "key_padding_mask must be a Tensor, got list"),
-    "mask-dtype": ({"key_padding_mask": MASK.float()}, ValueError, r"must be bool \(True = keep\), got torch.float32"),
-    "mask-shape": ({"key_padding_mask": MASK.t()}, ValueError, r"must be \(batch, seqlen\) = \(2, 4\), got \(4, 2\)"),
-    "mask-device": ({"key_padding_mask": MASK.to(META)}, ValueError, "must be on w's device cpu, got meta"),
-    "mask-packed": (
-        {**packing(0, 2, 6), "key_padding_mask": MASK},
-        ValueError,
-        "key_padding_mask must be None with cu_seqlens",
-    ),
-    "cu-list": ({**packing(0, 6), "cu_seqlens": [0, 6]}, TypeError, "cu_seqlens must be a Tensor, got list"),
-    "cu-dtype": (
-        packing(0, 2, 6, dtype=torch.int64),
-        ValueError,
-        r"cu_seqlens must be int32 .*, got torch.int64 \(3,\)",
-    ),
-    "cu-rank": (packing((0, 2, 6)), ValueError, r"must be int32 \(sequences \+ 1,\), of .* got torch.int32 \(1, 3\)"),
-    "cu-empty": (packing(0), ValueError, r"\(sequences \+ 1,\), of one sequence or more, got torch.int32 \(1,\)"),
-    "cu-falls": (packing(0, 4, 2, 6), ValueError, r"must rise within 0 to total = 6, got \[0, 4, 2, 6\]"),
-    "cu-before": (packing(-1, 2, 5), ValueError, r"must rise within 0 to total = 6, got \[-1, 2, 5\]"),
-    "cu-beyond": (packing(0, 4, 8), ValueError, r"must rise within 0 to total = 6, got \[0, 4, 8\]"),
+    "rank": ({"w": W[0]}, r"w must be \(batch, nheads, seqlen, head_dim\), got \(3, 4, 8\)"),
+    "packed-rank": ({**packing(0, 6), "w": W}, r"w must be \(total, nheads, head_dim\) with cu_seqlens, got"),
+    "integer": ({"w": W.int()}, "w must have a floating dtype, got torch.int32"),
+    "complex": ({"w": W.to(torch.complex64)}, "w must have a floating dtype, got torch.complex64"),
+    "dropout-one": ({"dropout_p": 1.0}, r"dropout_p must be < 1.0, got 1.0"),
+    "dropout-negative": ({"dropout_p": -0.1}, r"dropout_p must be >= 0.0, got -0.1"),
+    "dropout-nan": ({"dropout_p": NAN}, "dropout_p must be finite, got nan"),
+    "mask-dtype": ({"key_padding_mask": MASK.float()}, r"must be bool \(True = keep\), got torch.float32"),
+    "mask-shape": ({"key_padding_mask": MASK.t()}, r"must be \(batch, seqlen\) = \(2, 4\), got \(4, 2\)"),
+    "mask-device": ({"key_padding_mask": MASK.to(META)}, "must be on w's device cpu, got meta"),
+    "mask-packed": ({**packing(0, 2, 6), "key_padding_mask": MASK}, "key_padding_mask must be None with cu_seqlens"),
+    "cu-dtype": (packing(0, 2, 6, dtype=torch.int64), r"cu_seqlens must be int32 .*, got torch.int64 \(3,\)"),
+    "cu-rank": (packing((0, 2, 6)), r"must be int32 \(sequences \+ 1,\), of .* got torch.int32 \(1, 3\)"),
+    "cu-empty": (packing(0), r"\(sequences \+ 1,\), of one sequence or more, got torch.int32 \(1,\)"),
+    "cu-falls": (packing(0, 4, 2, 6), r"must rise within 0 to total = 6, got \[0, 4, 2, 6\]"),
+    "cu-before": (packing(-1, 2, 5), r"must rise within 0 to total = 6, got \[-1, 2, 5\]"),
+    "cu-beyond": (packing(0, 4, 8), r"must rise within 0 to total = 6, got \[0, 4, 8\]"),
     "cu-device": (
         {**packing(0, 6), "cu_seqlens": offsets((2, 4)).to(META)},
-        ValueError,
         "cu_seqlens must be on w's device cpu, got meta",
     ),
-    "longest": (packing(0, 1, 6), ValueError, "max_seqlen must be >= the longest sequence = 5, got 4"),
-    "longest-missing": (
-        packing(0, 2, 6, longest=None),
-        TypeError,
-        "max_seqlen must be an int with cu_seqlens, got None",
-    ),
-    "longest-float": (packing(0, 2, 6, longest=4.0), TypeError, "max_seqlen must be an int with cu_seqlens, got float"),
-    "longest-bool": (packing(0, 2, 6, longest=True), TypeError, "max_seqlen must be an int with cu_seqlens, got bool"),
+    "longest": (packing(0, 1, 6), "max_seqlen must be >= the longest sequence = 5, got 4"),
+    "longest-negative": (packing(0, 2, 6, longest=-1), "max_seqlen must be >= 0, got -1"),
+    "longest-beyond": (packing(0, 2, 6, longest=2**70), r"max_seqlen must be below 2\*\*63, got 11805"),
+    "dropout-beyond": ({"dropout_p": 10**400}, "dropout_p must be finite, got an int beyond the largest"),
+    "longest-alone": ({"max_seqlen": 4}, "max_seqlen must be None without cu_seqlens"),
+}
+SHARED_TYPES = {
+    "list": ({"w": [1.0]}, r"w must be a Tensor \(batch, .*, got list"),
+    "causal-int": ({"causal": 1}, "causal must be a bool, got int"),
+    "causal-numpy": ({"causal": numpy.bool_(True)}, "causal must be a bool, got numpy.bool"),
+    "dropout-bool": ({"dropout_p": True}, "dropout_p must be a number, got bool"),
+    "dropout-tensor": ({"dropout_p": torch.tensor(0.1)}, "dropout_p must be a number, got a Tensor"),
+    "mask-list": ({"key_padding_mask": [True]}, "key_padding_mask must be a Tensor, got list"),
+    "cu-list": ({**packing(0, 6), "cu_seqlens": [0, 6]}, "cu_seqlens must be a Tensor, got list"),
+    "longest-missing": (packing(0, 2, 6, longest=None), "max_seqlen must be an int with cu_seqlens, got None"),
+    "longest-float": (packing(0, 2, 6, longest=4.0), "max_seqlen must be an int with cu_seqlens, got float"),
+    "longest-bool": (packing(0, 2, 6, longest=True), "max_seqlen must be an int with cu_seqlens, got bool"),
     "longest-tensor": (
         packing(0, 2, 6, longest=torch.tensor(4)),
-        TypeError,
         "max_seqlen must be an int with cu_seqlens, got a Tensor",
     ),
-    "longest-negative": (packing(0, 2, 6, longest=-1), ValueError, "max_seqlen must be >= 0, got -1"),
-    "longest-beyond": (packing(0, 2, 6, longest=2**70), ValueError, r"max_seqlen must be below 2\*\*63, got 11805"),
-    "dropout-beyond": ({"dropout_p": 10**400}, ValueError, "dropout_p must be finite, got an int beyond the largest"),
-    "longest-alone": ({"max_seqlen": 4}, ValueError, "max_seqlen must be None without cu_seqlens"),
 }
 MSSA = {
-    "scale-nan": ({"scale": NAN}, ValueError, "scale must be finite, got nan"),
-    "scale-inf": ({"scale": -INF}, ValueError, "scale must be finite, got -inf"),
-    "scale-beyond": ({"scale": -(10**400)}, ValueError, "scale must be finite, got an int beyond the largest float"),
-    "scale-fraction": ({"scale": Fraction(10**400)}, ValueError, "scale must be finite, got a Fraction beyond the"),
-    "scale-tensor": ({"scale": torch.tensor(0.1)}, TypeError, "scale must be a number, got a Tensor"),
-    "scale-bool": ({"scale": True}, TypeError, "scale must be a number, got bool"),
-    "scale-str": ({"scale": "0.1"}, TypeError, "scale must be a number, got str"),
-    "phi": ({"phi": "sigmoid"}, ValueError, "phi must be one of softmax, threshold, relu, identity, got 'sigmoid'"),
-    "phi-array": ({"phi": numpy.array(["softmax", "relu"])}, ValueError, "phi must be one of softmax, threshold, relu"),
-    "no-threshold": ({"phi": "threshold"}, ValueError, "threshold must be given with phi='threshold', got None"),
-    "threshold-nan": ({"phi": "threshold", "threshold": NAN}, ValueError, "threshold must be finite, got nan"),
-    "threshold-negative": ({"phi": "threshold", "threshold": -1.0}, ValueError, r"threshold must be >= 0.0, got -1.0"),
-    "threshold-extra": ({"threshold": 0.5}, ValueError, "threshold must be None with phi='softmax', got 0.5"),
-    "lse-relu": (
-        {"phi": "relu", "return_lse": True},
-        ValueError,
-        "return_lse must be False with phi='relu', which has",
-    ),
-    "lse-int": ({"return_lse": 1}, TypeError, "return_lse must be a bool, got int"),
-    "cache-dict": ({"cache": {}, "causal": True}, TypeError, "cache must be a SubspaceCache, got dict"),
+    "scale-nan": ({"scale": NAN}, "scale must be finite, got nan"),
+    "scale-inf": ({"scale": -INF}, "scale must be finite, got -inf"),
+    "scale-beyond": ({"scale": -(10**400)}, "scale must be finite, got an int beyond the largest float"),
+    "scale-fraction": ({"scale": Fraction(10**400)}, "scale must be finite, got a Fraction beyond the"),
+    "phi": ({"phi": "sigmoid"}, "phi must be one of softmax, threshold, relu, identity, got 'sigmoid'"),
+    "phi-array": ({"phi": numpy.array(["softmax", "relu"])}, "phi must be one of softmax, threshold, relu"),
+    "no-threshold": ({"phi": "threshold"}, "threshold must be given with phi='threshold', got None"),
+    "threshold-nan": ({"phi": "threshold", "threshold": NAN}, "threshold must be finite, got nan"),
+    "threshold-negative": ({"phi": "threshold", "threshold": -1.0}, r"threshold must be >= 0.0, got -1.0"),
+    "threshold-extra": ({"threshold": 0.5}, "threshold must be None with phi='softmax', got 0.5"),
+    "lse-relu": ({"phi": "relu", "return_lse": True}, "return_lse must be False with phi='relu', which has"),
+}
+MSSA_TYPES = {
+    "scale-tensor": ({"scale": torch.tensor(0.1)}, "scale must be a number, got a Tensor"),
+    "scale-bool": ({"scale": True}, "scale must be a number, got bool"),
+    "scale-str": ({"scale": "0.1"}, "scale must be a number, got str"),
+    "lse-int": ({"return_lse": 1}, "return_lse must be a bool, got int"),
+    "cache-dict": ({"cache": {}, "causal": True}, "cache must be a SubspaceCache, got dict"),
 }
 TSSA = {
-    "temp-list": ({"temp": [1.0]}, TypeError, r"temp must be a Tensor \(nheads,\), got list"),
-    "temp-shape": ({"temp": torch.ones(8)}, ValueError, r"temp must be \(nheads,\) = \(3,\), got \(8,\)"),
-    "temp-row": ({"temp": torch.ones(1, 3)}, ValueError, r"temp must be \(nheads,\) = \(3,\), got \(1, 3\)"),
-    "temp-integer": ({"temp": torch.ones(3).int()}, ValueError, "temp must have a floating dtype, got torch.int32"),
-    "temp-dtype": (
-        {"temp": TEMP.double()},
-        ValueError,
-        "temp must be torch.float32 as w, or float32, got torch.float64",
-    ),
-    "temp-device": ({"temp": TEMP.to(META)}, ValueError, "temp must be on w's device cpu, got meta"),
-    "membership-int": ({"return_membership": 1}, TypeError, "return_membership must be a bool, got int"),
-    "cache-dict": ({"cache": {}, "causal": True}, TypeError, "cache must be a TokenStatsCache, got dict"),
-    "bias-full": ({"denom_bias": torch.ones(3, 4)}, ValueError, "denom_bias must be None with causal=False"),
+    "temp-shape": ({"temp": torch.ones(8)}, r"temp must be \(nheads,\) = \(3,\), got \(8,\)"),
+    "temp-row": ({"temp": torch.ones(1, 3)}, r"temp must be \(nheads,\) = \(3,\), got \(1, 3\)"),
+    "temp-integer": ({"temp": torch.ones(3).int()}, "temp must have a floating dtype, got torch.int32"),
+    "temp-dtype": ({"temp": TEMP.double()}, "temp must be torch.float32 as w, or float32, got torch.float64"),
+    "temp-device": ({"temp": TEMP.to(META)}, "temp must be on w's device cpu, got meta"),
+    "bias-full": ({"denom_bias": torch.ones(3, 4)}, "denom_bias must be None with causal=False"),
     **{
-        f"bias-{name}": ({"denom_bias": bias, "causal": True}, kind, message)
-        for name, bias, kind, message in [
-            ("short", torch.ones(3, 3), ValueError, r"must cover the sequence, \(nheads, >= 4\), got \(3, 3\)"),
-            (
-                "heads",
-                torch.ones(2, 4),
-                ValueError,
-                r"must be \(nheads, >= seqlen\[, 1\]\) = \(3, >= 4\), got \(2, 4\)",
-            ),
-            ("rank", torch.ones(3), ValueError, r"must be \(nheads, >= seqlen\[, 1\]\) = \(3, >= 4\), got \(3,\)"),
-            ("wide", torch.ones(3, 4, 2), ValueError, r"must be .* = \(3, >= 4\), got \(3, 4, 2\)"),
-            ("dtype", torch.ones(3, 4).half(), ValueError, "must be torch.float32 as w, or float32, got torch.float16"),
-            ("device", torch.ones(3, 4, device=META), ValueError, "must be on w's device cpu, got meta"),
-            ("list", [0.0], TypeError, r"must be a Tensor \(nheads, >= seqlen\), got list"),
+        f"bias-{name}": ({"denom_bias": bias, "causal": True}, message)
+        for name, bias, message in [
+            ("short", torch.ones(3, 3), r"must cover the sequence, \(nheads, >= 4\), got \(3, 3\)"),
+            ("heads", torch.ones(2, 4), r"must be \(nheads, >= seqlen\[, 1\]\) = \(3, >= 4\), got \(2, 4\)"),
+            ("rank", torch.ones(3), r"must be \(nheads, >= seqlen\[, 1\]\) = \(3, >= 4\), got \(3,\)"),
+            ("wide", torch.ones(3, 4, 2), r"must be .* = \(3, >= 4\), got \(3, 4, 2\)"),
+            ("dtype", torch.ones(3, 4).half(), "must be torch.float32 as w, or float32, got torch.float16"),
+            ("device", torch.ones(3, 4, device=META), "must be on w's device cpu, got meta"),
         ]
     },
     "bias-packed": (
         {**packing(0, 2, 6), "denom_bias": torch.ones(3, 3), "causal": True},
-        ValueError,
         r"denom_bias must cover the sequence, \(nheads, >= 4\), got \(3, 3\)",
     ),
 }
+TSSA_TYPES = {
+    "temp-list": ({"temp": [1.0]}, r"temp must be a Tensor \(nheads,\), got list"),
+    "membership-int": ({"return_membership": 1}, "return_membership must be a bool, got int"),
+    "cache-dict": ({"cache": {}, "causal": True}, "cache must be a TokenStatsCache, got dict"),
+    "bias-list": ({"denom_bias": [0.0], "causal": True}, r"must be a Tensor \(nheads, >= seqlen\), got list"),
+}
 SPARSE = {
-    "x-list": ({"x": [1.0]}, TypeError, r"x must be a Tensor \(..., dim\), got list"),
-    "x-integer": ({"x": X.long()}, ValueError, "x must have a floating dtype, got torch.int64"),
-    "x-scalar": ({"x": torch.tensor(1.0)}, ValueError, r"x must be \(..., dim\) with dim = 8, got \(\)"),
-    "x-dim": ({"x": X[:, :6]}, ValueError, r"x must be \(..., dim\) with dim = 8, got \(5, 6\)"),
-    "weight-rank": ({"weight": WEIGHT[0]}, ValueError, r"weight must be \(dim, (dim|hidden)\), got \(8,\)"),
-    "weight-dtype": (
-        {"weight": WEIGHT.double()},
-        ValueError,
-        "weight must be torch.float32 as x, or float32 beside half",
-    ),
-    "weight-half": ({"weight": WEIGHT.half()}, ValueError, "weight must be torch.float32 as x, .* got torch.float16"),
-    "weight-device": ({"weight": WEIGHT.to(META)}, ValueError, "weight must be on x's device cpu, got meta"),
-    "step-huge": ({"step_size": 1e39}, ValueError, "step_size must be < 3.4028[0-9]*e.38, got 1e.39"),
-    "step-beyond": ({"step_size": 10**400}, ValueError, "step_size must be finite, got an int beyond the largest"),
-    "lambd-beyond": ({"lambd": 10**400}, ValueError, "lambd must be finite, got an int beyond the largest float"),
-    "step-nan": ({"step_size": NAN}, ValueError, "step_size must be finite, got nan"),
-    "step-negative": ({"step_size": -0.1}, ValueError, r"step_size must be >= 0.0, got -0.1"),
-    "step-tensor": (
-        {"step_size": torch.tensor(1)},
-        ValueError,
-        "step_size must have a floating dtype, got",
-    ),
-    "lambd-inf": ({"lambd": INF}, ValueError, "lambd must be finite, got inf"),
-    "lambd-negative": ({"lambd": -1}, ValueError, r"lambd must be >= 0.0, got -1.0"),
-    "lambd-bool": ({"lambd": True}, TypeError, "lambd must be a number, got bool"),
+    "x-integer": ({"x": X.long()}, "x must have a floating dtype, got torch.int64"),
+    "x-scalar": ({"x": torch.tensor(1.0)}, r"x must be \(..., dim\) with dim = 8, got \(\)"),
+    "x-dim": ({"x": X[:, :6]}, r"x must be \(..., dim\) with dim = 8, got \(5, 6\)"),
+    "weight-rank": ({"weight": WEIGHT[0]}, r"weight must be \(dim, (dim|hidden)\), got \(8,\)"),
+    "weight-dtype": ({"weight": WEIGHT.double()}, "weight must be torch.float32 as x, or float32 beside half"),
+    "weight-half": ({"weight": WEIGHT.half()}, "weight must be torch.float32 as x, .* got torch.float16"),
+    "weight-device": ({"weight": WEIGHT.to(META)}, "weight must be on x's device cpu, got meta"),
+    "step-huge": ({"step_size": 1e39}, "step_size must be < 3.4028[0-9]*e.38, got 1e.39"),
+    "step-beyond": ({"step_size": 10**400}, "step_size must be finite, got an int beyond the largest"),
+    "lambd-beyond": ({"lambd": 10**400}, "lambd must be finite, got an int beyond the largest float"),
+    "step-nan": ({"step_size": NAN}, "step_size must be finite, got nan"),
+    "step-negative": ({"step_size": -0.1}, r"step_size must be >= 0.0, got -0.1"),
+    "step-tensor": ({"step_size": torch.tensor(1)}, "step_size must have a floating dtype, got"),
+    "lambd-inf": ({"lambd": INF}, "lambd must be finite, got inf"),
+    "lambd-negative": ({"lambd": -1}, r"lambd must be >= 0.0, got -1.0"),
 }
-ISTA = {
-    "weight-square": ({"weight": DICTIONARY}, ValueError, r"weight must be \(dim, dim\), got \(8, 12\)"),
-    "nonnegative": ({"nonnegative": 0}, TypeError, "nonnegative must be a bool, got int"),
+SPARSE_TYPES = {
+    "x-list": ({"x": [1.0]}, r"x must be a Tensor \(..., dim\), got list"),
+    "lambd-bool": ({"lambd": True}, "lambd must be a number, got bool"),
 }
+ISTA = {"weight-square": ({"weight": DICTIONARY}, r"weight must be \(dim, dim\), got \(8, 12\)")}
+ISTA_TYPES = {"nonnegative": ({"nonnegative": 0}, "nonnegative must be a bool, got int")}
 OVERCOMPLETE = {
-    "steps-zero": ({"steps": 0}, ValueError, "steps must be >= 1, got 0"),
-    "steps-beyond": ({"steps": 2**63}, ValueError, r"steps must be below 2\*\*63, got 9223372036854775808"),
-    "steps-float": ({"steps": 2.0}, TypeError, "steps must be an int, got float"),
-    "steps-bool": ({"steps": True}, TypeError, "steps must be an int, got bool"),
-    "decoder-list": ({"decoder": [1.0]}, TypeError, r"decoder must be a Tensor \(dim, hidden\), got list"),
-    "decoder-shape": ({"decoder": DICTIONARY.t()}, ValueError, r"must be weight's shape = \(8, 12\), got \(12, 8\)"),
-    "decoder-dtype": ({"decoder": DICTIONARY.half()}, ValueError, "must be torch.float32 as weight, got torch.float16"),
-    "decoder-device": ({"decoder": DICTIONARY.to(META)}, ValueError, "decoder must be on x's device cpu, got meta"),
+    "steps-zero": ({"steps": 0}, "steps must be >= 1, got 0"),
+    "steps-beyond": ({"steps": 2**63}, r"steps must be below 2\*\*63, got 9223372036854775808"),
+    "decoder-shape": ({"decoder": DICTIONARY.t()}, r"must be weight's shape = \(8, 12\), got \(12, 8\)"),
+    "decoder-dtype": ({"decoder": DICTIONARY.half()}, "must be torch.float32 as weight, got torch.float16"),
+    "decoder-device": ({"decoder": DICTIONARY.to(META)}, "decoder must be on x's device cpu, got meta"),
+}
+OVERCOMPLETE_TYPES = {
+    "steps-float": ({"steps": 2.0}, "steps must be an int, got float"),
+    "steps-bool": ({"steps": True}, "steps must be an int, got bool"),
+    "decoder-list": ({"decoder": [1.0]}, r"decoder must be a Tensor \(dim, hidden\), got list"),
 }
 BACKEND = {
     "backend-unknown": (
         {"backend": "cuda"},
-        ValueError,
         "backend must be None or one of triton, cpp, composite, reference.*, got 'cuda'",
-    ),
-    "backend-type": ({"backend": 1}, TypeError, "backend must be None or a string, got int"),
+    )
 }
-TABLES = [(BOTH, SHARED), (("mssa",), MSSA), (("tssa",), TSSA), (ALL[2:], SPARSE), (("ista",), ISTA)]
-TABLES += [(("ista_overcomplete",), OVERCOMPLETE), (ALL, BACKEND)]
+BACKEND_TYPES = {"backend-type": ({"backend": 1}, "backend must be None or a string, got int")}
+TABLES = [
+    *((BOTH, ValueError, SHARED), (BOTH, TypeError, SHARED_TYPES)),
+    *((("mssa",), ValueError, MSSA), (("mssa",), TypeError, MSSA_TYPES)),
+    *((("tssa",), ValueError, TSSA), (("tssa",), TypeError, TSSA_TYPES)),
+    *((ALL[2:], ValueError, SPARSE), (ALL[2:], TypeError, SPARSE_TYPES)),
+    *((("ista",), ValueError, ISTA), (("ista",), TypeError, ISTA_TYPES)),
+    *((ALL[3:], ValueError, OVERCOMPLETE), (ALL[3:], TypeError, OVERCOMPLETE_TYPES)),
+    *((ALL, ValueError, BACKEND), (ALL, TypeError, BACKEND_TYPES)),
+]
 CASES = [
-    pytest.param(op, *entry, id=f"{op}-{name}") for ops, table in TABLES for op in ops for name, entry in table.items()
+    pytest.param(op, changes, kind, message, id=f"{op}-{name}")
+    for ops, kind, table in TABLES
+    for op in ops
+    for name, (changes, message) in table.items()
 ]
 GOOD = {
     "mssa": {"w": W},

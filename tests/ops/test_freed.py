@@ -7,18 +7,14 @@ import pytest
 import torch
 
 import crate_kernels as ck
-from crate_kernels._core import backends
 from crate_kernels._native import extension
 from tests.ops import test_op_checks
-from tests.ops.repeated import CALLS, both, call_of, known
+from tests.ops.common import NEEDS_EXTENSION, seldom
+from tests.ops.repeated import CALLS, NEEDS_PLANS, both, call_of, known
 
 REFUSAL = "must have a storage of at least .* bytes, got one of"
 HOW = {"freed": 0, "cut": 1}  # share of the bytes that are left, but for the last one
 BACKENDS = sorted({*test_op_checks.NAMES, "reference"})
-repeats = pytest.mark.skipif(
-    extension.PATH is None or backends._INTERPRETED,
-    reason="needs python -m crate_kernels build, and TRITON_INTERPRET unset",
-)
 chosen = test_op_checks.chosen
 
 
@@ -31,7 +27,7 @@ def corrupt(t, how):
 
 @pytest.mark.parametrize("chosen", BACKENDS, indirect=True)
 @pytest.mark.parametrize("name", test_op_checks.CALLS)
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", seldom(HOW.keys(), "cut"))
 def test_a_call_refuses_each_input_by_name(name, chosen, how):
     function, inputs = test_op_checks.CALLS[name]
     for i in range(len(inputs)):
@@ -67,7 +63,7 @@ def test_an_op_refuses_each_tensor(entry, chosen):
     assert accepted(function, schema, {**inputs(), "backend": chosen}) == []
 
 
-@pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
+@NEEDS_EXTENSION
 @pytest.mark.parametrize("entry", test_op_checks.LIBRARY)
 def test_an_op_of_the_extension_refuses_each_tensor(entry):
     extension.load()
@@ -104,7 +100,7 @@ def test_an_empty_tensor_needs_no_storage():
         assert ck.tssa(w, torch.ones(3)).shape == w.shape
 
 
-@repeats
+@NEEDS_PLANS
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_repeated_call_refuses_each_input_and_gradient(name, how):
@@ -125,7 +121,7 @@ def test_a_repeated_call_refuses_each_input_and_gradient(name, how):
                 out.backward(dout)
 
 
-@repeats
+@NEEDS_PLANS
 @pytest.mark.parametrize("name", ["mssa", "tssa-members"])
 def test_a_repeated_call_refuses_an_output_that_was_freed(name):
     call, make = call_of(name)

@@ -29,7 +29,6 @@ paddings = st.sampled_from(["", "", "right", "left", "scattered", "row"])
 
 @st.composite
 def attention_cases(draw, op):
-    """Draw a call of mssa or tssa."""
     packed = draw(packings)
     assume(not packed or sum(packed) > 0)
     causal = draw(st.booleans())
@@ -52,7 +51,6 @@ def attention_cases(draw, op):
 
 @st.composite
 def ista_cases(draw, op):
-    """Draw a call of ista or ista_overcomplete."""
     batch, seqlen, dim = draw(st.integers(0, 3)), draw(st.integers(1, 70)), draw(st.integers(1, 70))
     options = {"step_size": draw(st.sampled_from([0.1, 0.3])), "lambd": draw(st.sampled_from([0.05, 0.1, 0.5]))}
     if op == "ista":

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from crate_kernels import ista, ista_overcomplete, mssa, tssa
-from tests.ops.common import TURNS, backends, offsets, outputs_and_gradients, padding, randn
+from tests.ops.common import FORMS, TURNS, backends, offsets, outputs_and_gradients, padding, randn, seldom
 from tests.ops.decoding import attend, calls, contents, new_cache, tokens
 
 BATCH, HEADS, SEQLEN, HEAD_DIM = 3, 3, 12, 8
@@ -17,29 +17,42 @@ def column(t):
     return torch.stack([t, other], -1)[..., 0]
 
 
-STRIDES = {
-    "column": column,
-    "transposed-column": lambda t: column(t.mT).mT if t.dim() > 1 else column(t),
-}
-STRIDED = pytest.mark.parametrize("lay", STRIDES.values(), ids=STRIDES)
+STRIDES = {"column": column, "transposed-column": lambda t: column(t.mT).mT if t.dim() > 1 else column(t)}
+STRIDED = pytest.mark.parametrize("lay", seldom(STRIDES, "transposed-column"))
 EACH = pytest.mark.parametrize(("op", "backend", "device"), calls(reference=True))
 
 
+ATTENTIONS = pytest.mark.parametrize(
+    ("op", "backend", "device"),
+    [pytest.param(op, *p.values, id=f"{op}-{p.id}", marks=p.marks) for op in ("mssa", "tssa") for p in backends(op)],
+)
+
+
+def expanded(t):
+    """Repeat the first of several sequences, heads or floats: offsets would be those of nothing."""
+    return t[:1].expand(t.shape) if t.dim() > 1 or t.is_floating_point() else column(t)
+
+
 @TURNS
-@STRIDED
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("lay", seldom({**STRIDES, "expanded": expanded}, "transposed-column"))
+@FORMS
 @pytest.mark.parametrize("packed", [False, True], ids=["mask", "offsets"])
-@pytest.mark.parametrize(("backend", "device"), backends("mssa"))
-def test_masks_and_offsets(backend, device, packed, causal, lay):
+@ATTENTIONS
+def test_masks_offsets_and_parameters(op, backend, device, packed, causal, lay):
     w = randn(*((sum(LENGTHS), HEADS) if packed else (BATCH, HEADS, SEQLEN)), HEAD_DIM, device=device).float()
+    temp, bias = 1 + 0.1 * randn(HEADS, device=device).float(), 0.1 * randn(HEADS, 20, device=device).float()
 
     def call(laid):
-        masks = {"key_padding_mask": laid(padding("right", BATCH, SEQLEN).to(device))}
+        options = {"key_padding_mask": laid(padding("right", BATCH, SEQLEN).to(device))}
         if packed:
-            masks = {"cu_seqlens": laid(offsets(LENGTHS).to(device)), "max_seqlen": max(LENGTHS)}
-        return lambda w: mssa(w, causal=causal, return_lse=True, backend=backend, **masks)
+            options = {"cu_seqlens": laid(offsets(LENGTHS).to(device)), "max_seqlen": max(LENGTHS)}
+        options |= {"causal": causal, "backend": backend}
+        if op == "mssa":
+            return lambda w: mssa(w, return_lse=True, **options)
+        options |= {"denom_bias": laid(bias)} if causal else {}
+        return lambda w: tssa(w, laid(temp), return_membership=True, **options)
 
-    expected = outputs_and_gradients(call(lambda t: t), w)
+    expected = outputs_and_gradients(call(lambda t: lay(t).contiguous()), w)
     torch.testing.assert_close(outputs_and_gradients(call(lay), w), expected, rtol=0, atol=0)
 
 
@@ -49,12 +62,9 @@ def large_bytes(mask):
 
 
 @TURNS
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("keep", ["right", "scattered"])
-@pytest.mark.parametrize(
-    ("op", "backend", "device"),
-    [pytest.param(op, *p.values, id=f"{op}-{p.id}", marks=p.marks) for op in ("mssa", "tssa") for p in backends(op)],
-)
+@FORMS
+@pytest.mark.parametrize("keep", seldom(["right", "scattered"], "scattered"))
+@ATTENTIONS
 def test_any_byte_of_a_mask_but_zero_is_true(op, backend, device, keep, causal):
     w, mask = randn(BATCH, HEADS, SEQLEN, HEAD_DIM, device=device).float(), padding(keep, BATCH, SEQLEN).to(device)
     attention = mssa if op == "mssa" else lambda w, **options: tssa(w, torch.ones(HEADS, device=device), **options)
@@ -77,7 +87,9 @@ def test_any_byte_of_a_mask_but_zero_keeps_a_new_token(op, backend, device):
 @TURNS
 @STRIDED
 @EACH
-@pytest.mark.parametrize("blocks", [[1, 1], [7, 5], [9, 3]], ids=["steps", "blocks", "long-blocks"])
+@pytest.mark.parametrize(
+    "blocks", seldom({"steps": [1, 1], "blocks": [7, 5], "long-blocks": [9, 3]}, "steps", "blocks")
+)
 def test_caches(op, backend, device, blocks, lay):
     """A user may keep what a cache holds in tables of their own."""
     results = []

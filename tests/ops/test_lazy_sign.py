@@ -13,7 +13,6 @@ def lazy(t):
 
 
 def inputs(op, device):
-    """Return the tensors of a small call."""
     if op in ("mssa", "tssa", "tssa-causal"):
         tokens = randn(1, 2, 5, 16, dtype=torch.float32, device=device)
         if op == "mssa":

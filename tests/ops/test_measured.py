@@ -7,16 +7,12 @@ import torch
 
 import crate_kernels as ck
 from crate_kernels._core import backends, measured, plan
-from crate_kernels._native import extension
 from crate_kernels.ops.mssa import composite
 from tests.ops.common import outputs_and_gradients
-from tests.ops.repeated import hits, inputs
+from tests.ops.repeated import NEEDS_PLANS, hits, inputs
 from tests.tools import timed_gpu
 
-pytestmark = pytest.mark.skipif(
-    extension.PATH is None or backends._INTERPRETED,
-    reason="needs python -m crate_kernels build, and TRITON_INTERPRET unset",
-)
+pytestmark = NEEDS_PLANS
 SEQLEN = 9  # of a class that goes from 9 to 16
 # operator: options, sizes and length of its class
 CALLS = {

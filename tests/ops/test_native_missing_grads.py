@@ -4,13 +4,12 @@ import pytest
 import torch
 
 import crate_kernels
-from crate_kernels._native import extension
 from crate_kernels.ops.ista import op as ista
 from crate_kernels.ops.mssa import op as mssa
 from crate_kernels.ops.tssa import op as tssa
-from tests.ops.common import randn
+from tests.ops.common import NEEDS_EXTENSION, randn
 
-pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
+pytestmark = NEEDS_EXTENSION
 
 
 def attend(w, which, backend):

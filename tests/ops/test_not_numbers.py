@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from crate_kernels import SubspaceCache, mssa, tssa
-from tests.ops.common import backends, offsets, outputs_and_gradients, randn
+from tests.ops.common import FORMS, TURNS, backends, offsets, outputs_and_gradients, randn
 
 NHEADS, HEAD_DIM, LENGTHS = 2, 16, (3, 20, 0, 5, 33)
 # NumPy warns where Triton's interpreter computes with inf and NaN.
@@ -76,7 +76,8 @@ def every(seqlen):
     return w
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@TURNS
+@FORMS
 @pytest.mark.parametrize("draw", [own, others, every])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("backend", "device"), backends("mssa", reference=False))
@@ -101,7 +102,8 @@ def tall(seqlen):
 KERNELS = [p for p in backends("mssa", reference=False) if "composite" not in p.values]
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@TURNS
+@FORMS
 @pytest.mark.parametrize("draw", [own, tall])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("backend", "device"), KERNELS)
@@ -126,7 +128,8 @@ def infinite(seqlen):
     return w
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@TURNS
+@FORMS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("backend", "device"), backends("mssa"))
 def test_an_infinite_score_has_an_infinite_lse(causal, dtype, backend, device):

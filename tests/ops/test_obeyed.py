@@ -6,7 +6,7 @@ import torch
 import crate_kernels
 from crate_kernels._core import backends as _backend
 from crate_kernels._core import plan, products
-from tests.ops.common import backends, outputs_and_gradients, randn
+from tests.ops.common import backends, outputs_and_gradients, randn, seldom
 from tests.ops.decoding import attend, new_cache, tokens
 
 FULL = {"mssa": {}, "tssa": {}, "tssa-causal": {"causal": True}}
@@ -72,12 +72,11 @@ def preferred(monkeypatch):
     return lambda backend, device: monkeypatch.setitem(_backend._PREFERENCE, device, (backend,))
 
 
+WAYS = {"fp32": (torch.float32, False), "bf16": (torch.bfloat16, False), "bf16-compiled": (torch.bfloat16, True)}
+
+
 @pytest.mark.parametrize(("form", "backend", "device"), CALLS)
-@pytest.mark.parametrize(
-    ("dtype", "compiled"),
-    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
-    ids=["fp32", "bf16", "bf16-compiled"],
-)
+@pytest.mark.parametrize(("dtype", "compiled"), seldom(WAYS, "bf16"))
 def test_a_named_backend_runs_forward_and_backward(form, backend, device, dtype, compiled, ran):
     torch._dynamo.reset()
     function = torch.compile(call(form, backend), backend="aot_eager") if compiled else call(form, backend)
@@ -91,7 +90,7 @@ def test_a_named_backend_runs_forward_and_backward(form, backend, device, dtype,
 
 
 @pytest.mark.parametrize(("op", "backend", "device"), DECODERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("dtype", seldom({"fp32": torch.float32, "fp16": torch.float16}, "fp32"))
 def test_a_named_backend_decodes(op, backend, device, dtype, ran):
     cache = new_cache(op, dtype, device)
     for seqlen in (1, 10):  # composite is faster for ten

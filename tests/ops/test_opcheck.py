@@ -1,5 +1,7 @@
 """``torch.library.opcheck`` of every op: schemas, fakes and the dispatch of gradients."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -23,6 +25,10 @@ def fresh_compiler():
 
 def saved(op, name, backend="composite"):
     case = next(c for c in testing.CASES if c.op == op and c.name == name)
+    if op in ("mssa", "tssa"):  # a few tokens: no number is looked at
+        batch, nheads, seqlen, head_dim = case.shape
+        short = tuple(min(n, 9) for n in case.lengths)
+        case = replace(case, shape=(batch, nheads, min(seqlen, 9), head_dim), lengths=short)
     return leaves(case, device=home(backend))
 
 
@@ -129,7 +135,6 @@ def _rectangular_args(backend, backward=False):
 
 
 def rectangular_checks(backend):
-    """List the checks of one backend of the attention of rows to columns."""
     fwd, bwd = rectangular.op.mssa_rectangular_fwd, rectangular.op.mssa_rectangular_bwd
     both = torch.randn(2, 2, 3, 5, 8, device=home(backend))
     return {
@@ -140,7 +145,6 @@ def rectangular_checks(backend):
 
 
 def mssa_checks(backend):
-    """List the checks of one backend of mssa."""
     decoder = "composite" if backend == "plain" else backend  # composite decodes behind the op
     return {
         f"mssa_fwd-{backend}": (mssa_op.mssa_fwd, lambda: _mssa_forward_args("n65", backend)),
@@ -155,7 +159,6 @@ def mssa_checks(backend):
 
 
 def tssa_checks(backend):
-    """List the checks of one backend of tssa."""
     full, causal, fwd = tssa_op.tssa_fwd, tssa_op.tssa_causal_fwd, _tssa_args
     full_bwd, causal_bwd, bwd = tssa_op.tssa_bwd, tssa_op.tssa_causal_bwd, _tssa_backward_args
     return {
@@ -172,7 +175,6 @@ def tssa_checks(backend):
 
 
 def ista_checks(backend):
-    """List the checks of one backend of ista and ista_overcomplete."""
     fwd, bwd, both = ista_op.ista_fwd, ista_op.ista_bwd, (True, True)
     over, over_bwd = ista_op.ista_overcomplete_fwd, ista_op.ista_overcomplete_bwd
     return {

@@ -5,7 +5,7 @@ import torch
 from torch.func import grad, vmap
 
 from crate_kernels import ista, ista_overcomplete, mssa, tssa
-from tests.ops.common import VARIATION, backends, offsets, padding, randn
+from tests.ops.common import VARIATION, backends, offsets, padding, randn, seldom
 
 W = randn(3, 2, 4, 2, 8).float().transpose(2, 3)  # (samples, batch, heads, tokens, channels)
 X = randn(3, 2, 4, 8, seed=1).float()
@@ -34,6 +34,7 @@ CALLS = {
 # Those whose backward is one call too. The others have one a sample, for the gradient of a parameter.
 ONE_BACKWARD = {"mssa", "mssa-lse", "mssa-pad", "ista", "ista-soft", "ista-one-token"}
 FEW = {"mssa", "tssa", "tssa-causal", "ista", "ista_overcomplete"}
+FEWEST = {"mssa", "tssa-causal", "ista_overcomplete"}
 pytestmark = pytest.mark.usefixtures("plain_backend")
 
 
@@ -41,15 +42,20 @@ def op(name):
     return name.partition("-")[0].removesuffix("_overcomplete")
 
 
-CASES = pytest.mark.parametrize(
-    ("name", "backend"),
-    [
-        pytest.param(name, p.values[0], id=f"{name}-{p.values[0]}", marks=() if name in FEW else VARIATION)
-        for name in CALLS
-        for p in [*backends(op(name)), *([pytest.param("plain", "cpu")] if op(name) == "mssa" else [])]
-        if p.values[1] == "cpu"
-    ],
-)
+def each(names, often, beside=()):
+    """List the names with every backend of this machine; of the interpreter's, often those named."""
+    return pytest.mark.parametrize(
+        ("name", "backend"),
+        [
+            pytest.param(name, backend, id=f"{name}-{backend}", marks=() if name in often else VARIATION)
+            for name in names
+            for backend in [*(p.values[0] for p in backends(op(name)) if p.values[1] == "cpu"), *beside]
+            if backend != "plain" or op(name) == "mssa"
+        ],
+    )
+
+
+CASES, FEWER_CASES = (each(CALLS, often, ["plain"]) for often in (FEW, FEWEST))
 
 
 def losses(name, backend):
@@ -81,14 +87,14 @@ def test_gradients_of_samples_with_shared_parameters(name, backend):
     torch.testing.assert_close(found, one_by_one(loss, tensors, in_dims))
 
 
-@CASES
+@FEWER_CASES
 def test_gradients_of_samples_with_parameters_of_their_own(name, backend):
     loss, tensors, places = losses(name, backend)
     in_dims = (0,) * len(tensors)
     torch.testing.assert_close(vmap(grad(loss, places))(*tensors), one_by_one(loss, tensors, in_dims))
 
 
-@CASES
+@FEWER_CASES
 def test_gradients_of_parameters_over_shared_tokens(name, backend):
     loss, tensors, places = losses(name, backend)
     if len(tensors) == 1:
@@ -115,7 +121,7 @@ def test_one_call_serves_the_samples_of_shared_parameters(name, monkeypatch):
     assert len(sizes) == 1 + (1 if name in ONE_BACKWARD else len(W))
 
 
-@CASES
+@FEWER_CASES
 def test_no_samples_have_empty_gradients(name, backend):
     loss, tensors, places = losses(name, backend)
     found = vmap(grad(loss, places))(*(t[:0] for t in tensors))
@@ -178,19 +184,7 @@ OF_OFFSETS = {
 ROWS = W[:, 0].transpose(1, 2)  # (samples, tokens, heads, channels)
 
 
-def of_offsets(names):
-    return pytest.mark.parametrize(
-        ("name", "backend"),
-        [
-            pytest.param(name, p.values[0], id=f"{name}-{p.values[0]}", marks=() if name in FEW else VARIATION)
-            for name in names
-            for p in backends(op(name))
-            if p.values[1] == "cpu"
-        ],
-    )
-
-
-@of_offsets(OF_OFFSETS)
+@each(OF_OFFSETS, FEWEST)
 def test_each_sample_may_have_offsets(name, backend):
     def loss(w, cu):
         return OF_OFFSETS[name](w, cu, backend=backend).sin().sum()
@@ -212,10 +206,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-@of_offsets(["mssa", "tssa"])
-def test_offsets_of_a_sample_are_checked(name, backend, case):
-    wrong, longest, says = BAD[case]
+@pytest.mark.parametrize(("wrong", "longest", "says"), seldom(BAD, "falls"))
+@each(["mssa", "tssa"], FEWEST)
+def test_offsets_of_a_sample_are_checked(name, backend, wrong, longest, says):
 
     def loss(w, cu):
         options = {"cu_seqlens": cu, "max_seqlen": longest, "backend": backend}

@@ -8,15 +8,10 @@ import torch
 import torch.utils.checkpoint
 
 import crate_kernels as ck
-from crate_kernels._core import backends
-from crate_kernels._native import extension
-from tests.ops.repeated import both, call_of, hits, inputs, known, repeated_calls  # noqa: F401
+from tests.ops.repeated import NEEDS_PLANS, both, call_of, hits, inputs, known, repeated_calls  # noqa: F401
 from tests.tools.plans.replay import same_bits
 
-pytestmark = pytest.mark.skipif(
-    extension.PATH is None or backends._INTERPRETED,
-    reason="needs python -m crate_kernels build, and TRITON_INTERPRET unset",
-)
+pytestmark = NEEDS_PLANS
 OPS = ("mssa", "tssa", "tssa-causal", "ista")
 _DEPTH = 61  # of backward passes within one another, from which on autograd takes threads of its own
 

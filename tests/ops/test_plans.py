@@ -17,13 +17,10 @@ from crate_kernels._triton import table
 from crate_kernels.ops.mssa import op
 from crate_kernels.ops.mssa.call import MSSACall
 from tests.ops.common import leaves
-from tests.ops.repeated import CALLS, both, call_of, hits, inputs, known, repeated_calls  # noqa: F401
+from tests.ops.repeated import CALLS, NEEDS_PLANS, both, call_of, hits, inputs, known, repeated_calls  # noqa: F401
 from tests.tools.plans.replay import same_bits
 
-pytestmark = pytest.mark.skipif(
-    extension.PATH is None or backends._INTERPRETED,
-    reason="needs python -m crate_kernels build, and TRITON_INTERPRET unset",
-)
+pytestmark = NEEDS_PLANS
 
 
 @pytest.mark.parametrize("name", CALLS)

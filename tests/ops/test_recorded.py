@@ -57,7 +57,6 @@ def read_again(model, factor):
 
 
 def gradients(model, factor):
-    """Return the output, and the gradient of each parameter."""
     model.zero_grad()
     out = model(factor)
     out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)))

@@ -12,14 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import crate_kernels as ck
 from crate_kernels._core import backends, plan
-from crate_kernels._native import extension
 from crate_kernels.ops.mssa.call import MSSACall
-from tests.ops.repeated import CALLS, EACH, Wrapped, both, call_of, hits, known, repeated_calls  # noqa: F401
+from tests.ops.repeated import CALLS, EACH, NEEDS_PLANS, Wrapped, both, call_of, hits, known, repeated_calls  # noqa: F401
 
-pytestmark = pytest.mark.skipif(
-    extension.PATH is None or backends._INTERPRETED,
-    reason="needs python -m crate_kernels build, and TRITON_INTERPRET unset",
-)
+pytestmark = NEEDS_PLANS
 each = pytest.mark.parametrize("name", EACH)
 
 

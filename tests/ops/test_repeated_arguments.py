@@ -5,14 +5,9 @@ import pytest
 import torch
 
 import crate_kernels as ck
-from crate_kernels._core import backends
-from crate_kernels._native import extension
-from tests.ops.repeated import EACH, hits, known, repeated_calls  # noqa: F401
+from tests.ops.repeated import EACH, NEEDS_PLANS, hits, known, repeated_calls  # noqa: F401
 
-pytestmark = pytest.mark.skipif(
-    extension.PATH is None or backends._INTERPRETED,
-    reason="needs python -m crate_kernels build, and TRITON_INTERPRET unset",
-)
+pytestmark = NEEDS_PLANS
 
 
 @pytest.mark.parametrize(

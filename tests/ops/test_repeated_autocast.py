@@ -5,14 +5,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from crate_kernels._core import backends, plan
-from crate_kernels._native import extension
 from tests.ops.common import outputs_and_gradients
-from tests.ops.repeated import CALLS, EACH, Wrapped, both, call_of, hits, known, repeated_calls  # noqa: F401
+from tests.ops.repeated import CALLS, EACH, NEEDS_PLANS, Wrapped, both, call_of, hits, known, repeated_calls  # noqa: F401
 
-pytestmark = pytest.mark.skipif(
-    extension.PATH is None or backends._INTERPRETED,
-    reason="needs python -m crate_kernels build, and TRITON_INTERPRET unset",
-)
+pytestmark = NEEDS_PLANS
 each = pytest.mark.parametrize("name", EACH)
 BF16, FP16 = torch.bfloat16, torch.float16
 HALVES = pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])

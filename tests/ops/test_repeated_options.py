@@ -6,15 +6,11 @@ import pytest
 import torch
 
 import crate_kernels as ck
-from crate_kernels._core import backends, plan
-from crate_kernels._native import extension
-from tests.ops.repeated import PACKED, hits, inputs, repeated_calls  # noqa: F401
+from crate_kernels._core import plan
+from tests.ops.repeated import NEEDS_PLANS, PACKED, hits, inputs, repeated_calls  # noqa: F401
 from tests.tools.plans.replay import same_bits
 
-pytestmark = pytest.mark.skipif(
-    extension.PATH is None or backends._INTERPRETED,
-    reason="needs python -m crate_kernels build, and TRITON_INTERPRET unset",
-)
+pytestmark = NEEDS_PLANS
 
 MASK = torch.tensor([[True] * 7 + [False] * 2, [True] * 9])
 OFFSETS = {"cu_seqlens": torch.tensor([0, 2, 9], dtype=torch.int32), "max_seqlen": 7}

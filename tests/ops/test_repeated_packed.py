@@ -7,14 +7,10 @@ import torch
 
 import crate_kernels as ck
 from crate_kernels._core import backends, plan
-from crate_kernels._native import extension
 from tests.ops.common import randn
-from tests.ops.repeated import both, hits, repeated_calls  # noqa: F401
+from tests.ops.repeated import NEEDS_PLANS, both, hits, repeated_calls  # noqa: F401
 
-pytestmark = pytest.mark.skipif(
-    extension.PATH is None or backends._INTERPRETED,
-    reason="needs python -m crate_kernels build, and TRITON_INTERPRET unset",
-)
+pytestmark = NEEDS_PLANS
 TOTAL, LONGEST = 9, 5
 FORMS = {
     "mssa": ck.mssa,

@@ -164,8 +164,5 @@ def test_triton_forms_are_chosen_by_the_table():
     with test_triton_ista.going(0):
         for percent, forward, backward in ((0, (1, 1), (5, 2)), (1 << 40, (3, 2), (11, 4))):
             form = {"ONE": percent}
-            with (
-                forced(tables.FORWARD_FORM, form),
-                forced(tables.BACKWARD_FORM, form),
-            ):
+            with forced(tables.FORWARD_FORM, form), forced(tables.BACKWARD_FORM, form):
                 assert step(MANY) == step(FEW) == [forward, backward]

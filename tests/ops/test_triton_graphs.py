@@ -36,7 +36,6 @@ def tokens(seed, seqlen=5):
 
 
 def step(call, w, dout):
-    """Return an output and the gradient of its input."""
     out = call(w, backend="triton")
     return out.detach(), *torch.autograd.grad(out, w, dout)
 

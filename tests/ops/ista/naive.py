@@ -29,13 +29,7 @@ def ista_loop(x: Tensor, weight: Tensor, *, step_size: float, lambd: float, nonn
 
 
 def ista_overcomplete_loop(
-    x: Tensor,
-    weight: Tensor,
-    decoder: Tensor | None = None,
-    *,
-    step_size: float,
-    lambd: float,
-    steps: int,
+    x: Tensor, weight: Tensor, decoder: Tensor | None = None, *, step_size: float, lambd: float, steps: int
 ) -> Tensor:
     """Code in an overcomplete dictionary and decode (CRATE-alpha): ``out = D1 z_steps``, from ``z_0 = 0``.
 

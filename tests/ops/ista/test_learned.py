@@ -52,7 +52,6 @@ each_kind = pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 
 
 def results(function, leaves, upstream):
-    """The output, and the gradient of every leaf."""
     for leaf in leaves:
         leaf.grad = None
     out = function()
@@ -150,16 +149,8 @@ BAD = {
         ValueError,
         r"ista: step_size must be \(\) or \(dim,\) = \(8,\), got \(3,\)",
     ),
-    "threshold-dtype": (
-        lambda: ista(X, WEIGHT, lambd=torch.ones(8).long()),
-        ValueError,
-        "ista: lambd must have a fl",
-    ),
-    "bias-type": (
-        lambda: ista(X, WEIGHT, bias=0.1),
-        TypeError,
-        r"bias must be a Tensor \(\) or \(dim,\) = \(8,\)",
-    ),
+    "threshold-dtype": (lambda: ista(X, WEIGHT, lambd=torch.ones(8).long()), ValueError, "ista: lambd must have a fl"),
+    "bias-type": (lambda: ista(X, WEIGHT, bias=0.1), TypeError, r"bias must be a Tensor \(\) or \(dim,\) = \(8,\)"),
     "number": (lambda: ista(X, WEIGHT, lambd=-0.1, bias=torch.ones(8)), ValueError, "ista: lambd must be >= 0.0"),
     "flag": (lambda: ista(X, WEIGHT, bias=torch.ones(8), nonnegative=1), TypeError, "ista: nonnegative must be a bool"),
     "atoms": (
@@ -172,11 +163,7 @@ BAD = {
         ValueError,
         "ista: bias must be on x's device cpu, got meta",
     ),
-    "backend": (
-        lambda: ista(X, WEIGHT, bias=torch.ones(8), backend="gpu"),
-        ValueError,
-        "backend must be None or one",
-    ),
+    "backend": (lambda: ista(X, WEIGHT, bias=torch.ones(8), backend="gpu"), ValueError, "backend must be None or one"),
 }
 
 

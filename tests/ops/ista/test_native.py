@@ -11,14 +11,14 @@ from crate_kernels._core import products
 from crate_kernels._native import extension
 from crate_kernels.ops.ista import composite, op, reference
 from crate_kernels.ops.ista.call import ISTACall
-from tests.ops.common import LEVELS, expected, measured, randn
+from tests.ops.common import LEVELS, NEEDS_EXTENSION, failures, randn
 from tests.ops.ista import strides
 from tests.ops.ista.strides import EACH_LAYOUT
 
 if extension.PATH is not None:
     from crate_kernels.ops.ista import native
 
-pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
+pytestmark = NEEDS_EXTENSION
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -37,10 +37,6 @@ def processor(request, monkeypatch):
     monkeypatch.setattr(products, "_library", torch.ops.mkldnn._linear_pointwise.default if onednn else None)
     monkeypatch.setattr(products, "_slow", dict.fromkeys(slow, products.Fp32Fallback(1, 1, 1)))
     monkeypatch.setattr(products, "_MIN_WORK", 1)
-
-
-def failures(case, dtype, backend="cpp"):
-    return [m for m in measured(case, dtype, backend, "cpu", *expected(case, dtype)) if not m.passed]
 
 
 @EVERY_DTYPE

@@ -6,18 +6,16 @@ import pytest
 import torch
 
 from crate_kernels import ista
-from crate_kernels._native import extension
 from crate_kernels._triton.table import forced
 from crate_kernels.ops.ista import lt
 from crate_kernels.ops.ista.triton import tables
-from tests.ops.common import TURNS, randn
-from tests.ops.ista.test_triton import TRITON
+from tests.ops.common import NEEDS_EXTENSION, TURNS, kernels, randn
 from tests.tools import lt as standin
 
-pytestmark = [
-    pytest.mark.skipif(not TRITON or torch.cuda.is_available(), reason="needs TRITON_INTERPRET=1"),
-    pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build"),
-]
+if "triton" not in kernels("ista") or torch.cuda.is_available():
+    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+
+pytestmark = NEEDS_EXTENSION
 HALF = torch.bfloat16
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 

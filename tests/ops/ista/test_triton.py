@@ -13,7 +13,9 @@ from tests.ops.ista import strides
 from tests.ops.ista.strides import EACH_LAYOUT
 
 TRITON = [p for p in backends("ista") if p.values[0] == "triton"]
-pytestmark = pytest.mark.skipif(not TRITON, reason="needs a GPU, or TRITON_INTERPRET=1")
+if not TRITON:
+    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
 EACH = pytest.mark.parametrize(("backend", "device"), TRITON)
 FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 LIBRARY = pytest.mark.parametrize("library", [0, 1], ids=["fused", "library"])

@@ -7,9 +7,8 @@ from crate_kernels import testing
 from crate_kernels._triton.table import forced
 from crate_kernels.ops.ista.triton import tables
 from tests.ops.common import over_budget, randn
-from tests.ops.ista.test_triton import EACH, EPILOGUES, TRITON, expected
+from tests.ops.ista.test_triton import EACH, EPILOGUES, expected
 
-pytestmark = pytest.mark.skipif(not TRITON, reason="needs a GPU, or TRITON_INTERPRET=1")
 UNGATED = {name: options for name, options in EPILOGUES.items() if "gate" not in options}
 
 

@@ -25,7 +25,6 @@ def _call(batch, seqlen, options):
 
 
 def forward(seqlen, head_dim, dtype=HALF, batch=64, nheads=12, **options):
-    """Return a call of the forward."""
     shape = (batch, nheads, seqlen, head_dim)
     w = torch.empty(seqlen * 4, nheads, head_dim, dtype=dtype, device="meta")
     w = w if options.get("packed") else _empty(*shape, dtype)
@@ -33,7 +32,6 @@ def forward(seqlen, head_dim, dtype=HALF, batch=64, nheads=12, **options):
 
 
 def backward(seqlen, head_dim, dtype=HALF, batch=64, nheads=12, dout=True, dlse=False, **options):
-    """Return a call of the backward."""
     if options.get("packed"):
         w, lse = torch.empty(seqlen * 4, nheads, head_dim, dtype=dtype, device="meta"), (nheads, seqlen * 4)
     else:
@@ -44,7 +42,6 @@ def backward(seqlen, head_dim, dtype=HALF, batch=64, nheads=12, dout=True, dlse=
 
 
 def decode(new, head_dim, dtype=HALF, batch=8, nheads=12, padded=False):
-    """Return a call of decoding."""
     w, cache = _empty(batch, nheads, new, head_dim, dtype), _empty(batch, nheads, 8192, head_dim, dtype)
     lengths = torch.empty(batch, dtype=torch.int32, device="meta")
     mask = torch.empty(batch, new, dtype=torch.bool, device="meta") if padded else None

@@ -24,11 +24,7 @@ BROKEN = {
         "128-channels-padded",
     ),
     "no-wait-for-a-head": (f"    copy_async_wait<0>();\n    {_BARRIER}", f"    {_BARRIER}", "197-tokens"),
-    "no-syncwarp": (
-        "      __syncwarp();\n      const Head own_head",
-        "      const Head own_head",
-        "197-tokens",
-    ),
+    "no-syncwarp": ("      __syncwarp();\n      const Head own_head", "      const Head own_head", "197-tokens"),
     "no-wait-for-a": (_WAIT_A, "", "197-tokens"),
     "no-wait-for-sums": ("      wgmma_wait<0>();\n      pin_terms<true>", "      pin_terms<true>", "197-tokens"),
     "no-product-fence": (_START, _START.replace("    wgmma_fence();\n", ""), "197-tokens"),
@@ -112,11 +108,7 @@ BROKEN_FORWARD = {
         "|| key_mask[row] < 2);\n    const uint32_t",
         "holes",
     ),
-    "columns-not-masked": (
-        "seen && (keys >> e / 2 * 8 & 1)",
-        "seen && ((keys | ~0u) >> e / 2 * 8 & 1)",
-        "holes",
-    ),
+    "columns-not-masked": ("seen && (keys >> e / 2 * 8 & 1)", "seen && ((keys | ~0u) >> e / 2 * 8 & 1)", "holes"),
     "one-panel": (
         "matrix_descriptor(output.w + panel * S::kPanel, 0, 1024)",
         "matrix_descriptor(output.w, 0, 1024)",

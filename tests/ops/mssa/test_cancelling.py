@@ -4,14 +4,14 @@ Of 16-bit tokens whose delta, g . out, is mostly the rounding of out: sinks, and
 whose lse is large.
 """
 
+import functools
 import math
 
 import pytest
 import torch
 
 from crate_kernels import mssa
-from crate_kernels._native import extension
-from tests.ops.common import LEVELS, TURNS, backends
+from tests.ops.common import FORMS, LEVELS, NEEDS_EXTENSION, TURNS, backends
 
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 KERNELS = [p for p in backends("mssa", reference=False) if "composite" not in p.values]
@@ -88,14 +88,20 @@ def worst(case, dtype, backend, device="cpu", gradient_of=gradient):
     """Return the largest error in budgets, over some draws, of the gradient as ``gradient_of`` has it of a backend."""
     (draw, options, seeds), shares = case, []
     for seed in seeds:
-        w, g = (t.to(dtype) for t in draw(torch.Generator().manual_seed(seed)))
-        exact = gradient(w.double(), g.double(), "reference", **options)
-        eager = (gradient(w, g, "reference", **options) - exact).abs().max().item()
-        eager = eager if math.isfinite(eager) else 0.0  # fp16 scores may overflow there
-        budget = 3 * (eager + torch.finfo(dtype).eps * exact.abs().max().item())
+        w, g, exact, budget = judged(draw, tuple(options.items()), seed, dtype)
         found = gradient_of(w.to(device), g.to(device), backend, **options).cpu()
         shares.append((found - exact).abs().max().item() / budget)
     return max(shares)
+
+
+@functools.cache
+def judged(draw, options, seed, dtype):
+    """Return what is drawn, its exact gradient and how far off one may be, once for all backends and levels."""
+    w, g = (t.to(dtype) for t in draw(torch.Generator().manual_seed(seed)))
+    exact = gradient(w.double(), g.double(), "reference", **dict(options))
+    eager = (gradient(w, g, "reference", **dict(options)) - exact).abs().max().item()
+    eager = eager if math.isfinite(eager) else 0.0  # fp16 scores may overflow there
+    return w, g, exact, 3 * (eager + torch.finfo(dtype).eps * exact.abs().max().item())
 
 
 def check_weights_of_one(tokens, dtype, backend, device="cpu"):
@@ -135,20 +141,20 @@ def test_weights_of_one_beside_small_gradients(tokens, dtype, backend, device):
     check_weights_of_one(tokens, dtype, backend, device)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 @pytest.mark.parametrize(("backend", "device"), KERNELS)
 def test_float32_tokens_that_are_long_and_alike(causal, backend, device):
     assert worst((alike, {"causal": causal}, (0, 1)), torch.float32, backend, device) < 1
 
 
-@pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
+@NEEDS_EXTENSION
 @pytest.mark.parametrize("name", LEVELS)
 def test_float32_tokens_that_are_long_and_alike_at_every_level(name, level):
     level(name)
     assert worst((alike, {}, (0, 1)), torch.float32, "cpp") < 1
 
 
-@pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
+@NEEDS_EXTENSION
 @HALF
 @pytest.mark.parametrize("name", LEVELS)
 @pytest.mark.parametrize("case", ["four", "causal", "more", "ones"])

@@ -11,7 +11,7 @@ from crate_kernels._core import backends, operator
 from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.cuda import problem, tensor_cores
 from tests.ops import test_not_numbers
-from tests.ops.common import keep_mask, offsets, over_budget, randn
+from tests.ops.common import FORMS, keep_mask, offsets, over_budget, randn
 from tests.ops.mssa import test_cancelling, test_threshold
 
 HALVES = [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float16, id="fp16")]
@@ -35,7 +35,6 @@ def case_of(*shape, **options):
 
 
 def results(call, w, backend, **others):
-    """Return out, lse and the gradient of a loss of both."""
     w = w.detach().requires_grad_()
     torch.manual_seed(0)
     out, lse = mssa(w, return_lse=True, backend=backend, **call, **others)
@@ -59,7 +58,7 @@ def test_within_budget(case, dtype, backend):
 
 
 @DTYPES
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 def test_scores_of_ten_thousands_give_weights_of_one(causal, dtype, backend):
     """out is then w, bit for bit, and g.w - g.out vanishes: of two sums of one order, of numbers that are the same."""
     w = (400 * torch.nn.functional.normalize(randn(1, 2, 65, 16), dim=-1)).to(dtype).requires_grad_()
@@ -105,7 +104,7 @@ def test_what_tensor_cores_refuse_is_within_budget(case, backend, device, librar
     assert kernels(torch.bfloat16) <= {"mssa"}
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 def test_every_row_tail(causal, backend):
     for seqlen in (*range(1, 19), 31, 32, 33, 127, 128, 129, 130):
         case = case_of(1, 1, seqlen, 24, causal=causal)
@@ -147,7 +146,7 @@ def test_equal_tokens_are_not_above_their_share(seqlen, dtype, backend):
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 100], ids=["pairs", "rows"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 def test_an_infinite_score_has_an_infinite_lse(causal, multiprocessors, backend, device):
     device(multiprocessors=multiprocessors)
     test_not_numbers.test_an_infinite_score_has_an_infinite_lse(causal, torch.bfloat16, backend, "cpu")
@@ -161,11 +160,7 @@ def test_a_backward_selects_what_its_forward_did(options, head_dim, dtype, backe
     test_threshold.test_a_backward_selects_what_its_forward_did(options, head_dim, dtype, backend, "cpu")
 
 
-SHIFTS = {
-    "full": {},
-    "causal": {"causal": True},
-    "padded": {"key_padding_mask": torch.arange(33) % 3 != 1},
-}
+SHIFTS = {"full": {}, "causal": {"causal": True}, "padded": {"key_padding_mask": torch.arange(33) % 3 != 1}}
 
 
 @DTYPES
@@ -240,7 +235,7 @@ def test_dropout_mask_is_philox(backend):
 
 
 @DTYPES
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 def test_offsets_out_of_range_are_clamped_and_leave_no_row_unwritten(causal, dtype, backend):
     kernels, w = backends.kernel("mssa", backend), randn(50, 2, 32, dtype=dtype)
     call = partial(MSSACall, None, max_seqlen=24, seed=None, causal=causal, scale=0.2, dropout_p=0.0, threshold=None)

@@ -156,11 +156,7 @@ def test_other_calls_are_left_to_other_kernels(kernels, change, device):
     served, other = (50, 257) if kernels is heads else (300, 256)
     shape = (1, 2, other if change == "other-length" else served, 136 if change == "wide" else 64)
     w = torch.zeros(shape, dtype=torch.float32 if change == "float32" else torch.bfloat16)
-    given = {
-        "negative": {"scale": -1.0},
-        "dropout": {"seed": torch.tensor(3)},
-        "threshold": {"threshold": 0.1},
-    }
+    given = {"negative": {"scale": -1.0}, "dropout": {"seed": torch.tensor(3)}, "threshold": {"threshold": 0.1}}
     if change == "odd-rows":
         w = w[..., :60]
     if change == "strided":

@@ -9,7 +9,7 @@ from crate_kernels import mssa, testing
 from crate_kernels._core import backends
 from crate_kernels.ops.mssa.call import MSSACall
 from tests.ops import test_not_numbers
-from tests.ops.common import DTYPES, keep_mask, offsets, outputs_and_gradients, over_budget, randn
+from tests.ops.common import DTYPES, FORMS, keep_mask, offsets, outputs_and_gradients, over_budget, randn
 from tests.ops.mssa import test_cancelling, test_dropout, test_outputs, test_threshold
 from tests.ops.mssa.test_public import wrong
 from tests.tools.emulator.plain import registered
@@ -152,7 +152,7 @@ def test_gradients_of_one_output_only(plain, loss, options, head_dim):
     torch.testing.assert_close(grads[0].double(), grads[1], rtol=1e-5, atol=2e-5 * grads[1].abs().max().item())
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 def test_dropout_mask_is_philox(plain, causal):
     """Every weight's, over several tiles and heads: equal weights of orthogonal tokens show which are dropped."""
     batch, heads, n, p = 2, 2, 70, 0.3
@@ -179,7 +179,7 @@ def test_no_order_of_threads_changes_a_bit(plain, device, options, head_dim):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 @pytest.mark.parametrize("head_dim", [16, 160])
 def test_scores_of_ten_thousands_give_weights_of_one(plain, head_dim, causal, dtype):
     """out is then w, bit for bit, and g.w - g.out vanishes: two sums of the same numbers in one order."""
@@ -280,14 +280,14 @@ def test_float32_gradients_of_ones(plain, options):
     assert test_cancelling.worst(case, torch.float32, plain) < 0.5
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_an_infinite_score_has_an_infinite_lse(plain, causal, dtype):
     test_not_numbers.test_an_infinite_score_has_an_infinite_lse(causal, dtype, plain, "cpu")
 
 
 @pytest.mark.parametrize("draw", [test_not_numbers.own, test_not_numbers.tall])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 def test_scores_near_the_largest_number_are_numbers(plain, causal, draw):
     test_not_numbers.test_a_score_near_the_largest_number_is_a_number(draw, causal, torch.float32, plain, "cpu")
     test_not_numbers.test_its_gradient_is_a_number_too(draw, causal, torch.float32, plain, "cpu")

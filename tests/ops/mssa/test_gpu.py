@@ -8,7 +8,7 @@ from crate_kernels import SubspaceCache, mssa, testing
 from crate_kernels._core import plan
 from tests.gpu.common import DTYPES, HALF, captured, check_equal, no_waiting, on_a_busy_stream, tokens
 from tests.gpu.fixtures import DEVICE, DRY, backend, exact_products  # noqa: F401
-from tests.ops.common import over_budget
+from tests.ops.common import FORMS, over_budget
 from tests.ops.mssa import ranges
 
 pytestmark = pytest.mark.exhaustive  # where there is no GPU; make gpu runs all of them
@@ -65,7 +65,7 @@ def differentiate(backend, w, **options):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [MANY, (2, 3, 70 if DRY else 1023, 64)], ids=["short", "long"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 def test_gives_the_same_bits_twice(causal, shape, dtype, backend):
     w = tokens(*shape, dtype=dtype)
     check_equal(differentiate(backend, w, causal=causal), differentiate(backend, w, causal=causal))

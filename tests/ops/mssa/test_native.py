@@ -15,15 +15,11 @@ from crate_kernels.bench import providers
 from crate_kernels.bench.gate import Gate
 from crate_kernels.ops.mssa import rectangular
 from crate_kernels.ops.mssa.call import DecodeCall, MSSACall
-from tests.ops.common import LEVELS, NANS, expected, measured, randn
+from tests.ops.common import FORMS, LEVELS, NANS, NEEDS_EXTENSION, STRIDES, failures, randn
 
-pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
+pytestmark = NEEDS_EXTENSION
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def failures(case, dtype):
-    return [m for m in measured(case, dtype, "cpp", "cpu", *expected(case, dtype)) if not m.passed]
 
 
 def test_build_info_names_the_sources_and_levels():
@@ -84,7 +80,7 @@ def test_not_a_number_stays_one(name, bits, level):
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 @pytest.mark.parametrize("name", LEVELS)
 def test_every_row_tail(name, causal, level):
     level(name)
@@ -143,14 +139,6 @@ def test_padding_holds_nothing_of_freed_memory(seqlen):
             assert all(t.isfinite().all() for t in testing.run(case, inputs, "cpp").values()), (dtype, size)
 
 
-STRIDES = {
-    "projection": lambda w: w.transpose(1, 2).contiguous().transpose(1, 2),
-    "channels-apart": lambda w: w.repeat_interleave(3, -1)[..., ::3],
-    "channels-first": lambda w: w.mT.contiguous().mT,
-    "expanded": lambda w: w[:1].expand(w.shape),
-}
-
-
 @pytest.mark.exhaustive  # the oracle takes half a minute
 def test_error_does_not_grow_with_the_number_of_tokens(threads):
     threads(2)  # a head each: the pair form
@@ -175,7 +163,7 @@ def test_strides_change_no_bit(lay_out, dtype):
     torch.testing.assert_close(run(w, dout), run(w.contiguous(), dout.contiguous()), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("magnitude", [0.0, 3.0, 8.0, 100.0])
 def test_scores_of_every_size(magnitude, dtype, causal):
@@ -253,7 +241,7 @@ def test_a_tiny_threshold_is_compared_with_weights_that_have_not_underflowed():
     assert torch.equal(backward, chosen)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 @pytest.mark.parametrize("padding", ["", "scattered"])
 @pytest.mark.parametrize("height", [30.0, 62.0, 70.0, 85.0, 100.0])
 def test_tokens_of_small_norm_beside_a_large_one(height, padding, causal):
@@ -268,7 +256,7 @@ def test_tokens_of_small_norm_beside_a_large_one(height, padding, causal):
     assert [m for m in found if not m.passed] == []
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 @pytest.mark.parametrize("name", LEVELS)
 def test_a_score_near_the_largest_number_of_a_short_head(name, causal, level):
     """In bits it would be infinite."""

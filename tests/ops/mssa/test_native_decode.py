@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from crate_kernels import SubspaceCache, mssa, testing
-from crate_kernels._native import extension
-from tests.ops.common import DTYPES, LEVELS, NANS, randn
+from tests.ops.common import DTYPES, LEVELS, NANS, NEEDS_EXTENSION, randn
 
-pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
+pytestmark = NEEDS_EXTENSION
 
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
@@ -22,10 +21,18 @@ def decode(backend, dtype, held, lengths, w, keep=None):
     return *mssa(w.to(dtype), **options), cache.data, cache.lengths
 
 
-def check(dtype, *call):
-    """Hold a step by the extension against one by reference, and its results against float64."""
-    out, lse, data, lengths = decode("cpp", dtype, *call)
-    eager, exact = decode("reference", dtype, *call), decode("reference", torch.float64, *call)
+_judged = {}
+
+
+def check(dtype, held, lengths, w, keep=None):
+    """Hold a step by the extension against one by reference, and its results against float64.
+
+    What judges it is computed once for all levels: tokens are drawn by their sizes.
+    """
+    call, key = (held, lengths, w, keep), (dtype, held.shape, *lengths, w.shape)
+    if key not in _judged:
+        _judged[key] = decode("reference", dtype, *call), decode("reference", torch.float64, *call)
+    (eager, exact), (out, lse, data, lengths) = _judged[key], decode("cpp", dtype, *call)
     results = [{"out": o, "lse": torch.where(n == -torch.inf, 0.0, n)} for o, n in ((out, lse), eager[:2], exact[:2])]
     assert [m for m in testing.measure(*results, dtype) if not m.passed] == []
     assert torch.equal(lse == -torch.inf, exact[1] == -torch.inf)

@@ -9,8 +9,9 @@ from crate_kernels import mssa
 from crate_kernels._core import backends
 from crate_kernels._native import extension
 from crate_kernels.ops.mssa.call import DecodeCall, MSSACall
+from tests.ops.common import NEEDS_EXTENSION
 
-pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
+pytestmark = NEEDS_EXTENSION
 
 
 @pytest.fixture

@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from crate_kernels import ista, ista_overcomplete, mssa, testing, tssa
-from crate_kernels._native import extension
-from tests.ops.common import randn
-from tests.ops.mssa.test_native import failures
+from tests.ops.common import NEEDS_EXTENSION, failures, randn
 
-pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
+pytestmark = NEEDS_EXTENSION
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.3}], ids=["full", "causal", "dropout"])

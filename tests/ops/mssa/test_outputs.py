@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from crate_kernels import mssa, testing
 from crate_kernels._core import checks
-from tests.ops.common import DTYPES, EXACT, backends, offsets, outputs_and_gradients, padding, randn
+from tests.ops.common import DTYPES, EXACT, FORMS, backends, offsets, outputs_and_gradients, padding, randn
 
 BACKENDS, FUSED = backends("mssa"), backends("mssa", reference=False)
 
@@ -41,7 +41,7 @@ def test_float64_stays_float64(backend):
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
 @pytest.mark.parametrize("which", [0, 1], ids=["out", "lse"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 def test_a_loss_may_be_of_one_output_alone(causal, which, backend, device):
     w = randn(2, 3, 9, 8, dtype=torch.float32, device=device)
 
@@ -128,7 +128,7 @@ def test_merging_the_heads_of_the_output_is_a_view(options, backend, device):
 
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 def test_right_padding_equals_no_padding(backend, device, causal):
     w = tokens(2, 3, 9, 16, dtype=torch.float32, device=device)
     lengths = (4, 9)

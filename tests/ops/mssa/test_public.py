@@ -8,6 +8,7 @@ from crate_kernels.ops.mssa import composite, logsumexp
 from tests.ops.common import (
     DTYPES,
     EXACT,
+    FORMS,
     TURNS,
     backends,
     cases_by_dtype,
@@ -191,7 +192,7 @@ def test_a_token_alone_among_its_opposites(options, height, dtype, backend, devi
 @pytest.mark.parametrize(("backend", "device"), KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("height", [0.1, 1.0])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_the_only_token_has_weight_1_and_its_score_is_lse(packed, causal, height, dtype, backend, device):
     w = (height * randn(2, 3, 34, device=device)).to(dtype).requires_grad_()
@@ -237,7 +238,7 @@ def test_nearly_equal_tokens_of_any_norm(magnitude, dtype, backend, device):
 
 
 @pytest.mark.parametrize(("backend", "device"), FUSED)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 def test_half_precision_survives_scores_that_overflow(causal, backend, device):
     exact = "AVX512" in torch.backends.cpu.get_cpu_capability() and not torch.cpu._is_amx_fp16_supported()
     if backend == "composite" and device == "cpu" and not exact:

@@ -1,5 +1,6 @@
 """The kernels of the attention of some tokens to others: named cases in budget, and what they are put together to."""
 
+import functools
 import itertools
 
 import pytest
@@ -35,12 +36,19 @@ def results(rows, columns, call, backend):
     return {"out": out, "lse": lse, "dw": rectangular.backward(rows, columns, call, backend)}
 
 
-def failed(case, dtype, backend):
-    rows, columns, call = drawn(case, dtype, home(backend))
-    actual = results(rows, columns, call, backend)
-    assert all(t.dtype == torch.float32 for t in actual.values())
+@functools.cache
+def judged(case, dtype, device):
+    """Return the inputs of a case, and eager and exact results, once for all backends and levels."""
+    rows, columns, call = drawn(case, dtype, device)
     eager = results(rows, columns, call, "composite")
     exact = results(*(in_dtype(side, torch.float64) for side in (rows, columns)), call, "composite")
+    return (rows, columns, call), eager, exact
+
+
+def failed(case, dtype, backend):
+    inputs, eager, exact = judged(case, dtype, home(backend))
+    actual = results(*inputs, backend)
+    assert all(t.dtype == torch.float32 for t in actual.values())
     return [m for m in testing.measure(actual, eager, exact, dtype) if not m.passed]
 
 

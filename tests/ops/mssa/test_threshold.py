@@ -11,7 +11,6 @@ OPTIONS = {"full": {}, "causal": {"causal": True}, "negative-scale": {"scale": -
 
 
 def gradient(w, threshold, backend, dout=None, **options):
-    """Return the output of a call and the gradient of its tokens."""
     leaf = w.clone().requires_grad_()
     out = mssa(leaf, phi="threshold", threshold=threshold, backend=backend, **options)
     return out.detach(), torch.autograd.grad(out, leaf, torch.ones_like(out) if dout is None else dout)[0]

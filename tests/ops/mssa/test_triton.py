@@ -10,7 +10,7 @@ from crate_kernels import SubspaceCache, mssa, testing
 from crate_kernels._core import checks, philox
 from crate_kernels._triton import launch
 from crate_kernels._triton.table import forced
-from tests.ops.common import DTYPES, TURNS, home, kernels, over_budget, randn
+from tests.ops.common import DTYPES, FORMS, TURNS, home, kernels, over_budget, randn
 
 if "triton" not in kernels("mssa"):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
@@ -44,14 +44,13 @@ def test_the_mask_is_that_of_every_backend(seed, p):
 
 
 @pytest.mark.parametrize("widest", [64, 256])
-@pytest.mark.parametrize("head_dim", range(1, 257))
-def test_parts_are_powers_of_two_that_cover_a_head(head_dim, widest):
-    dims = split_dims(head_dim, widest)
-    padded = sum(dims.WIDTHS)
-    assert len(dims.WIDTHS) <= (3 if widest == 256 else 4)
-    assert all(16 <= width <= widest and width & (width - 1) == 0 for width in dims.WIDTHS)
-    assert tuple(sum(dims.WIDTHS[:k]) for k in range(len(dims.WIDTHS))) == dims.FIRST
-    assert head_dim <= padded < max(head_dim, 1) + (16 if head_dim <= 128 else 32)
+def test_parts_are_powers_of_two_that_cover_a_head(widest):
+    for head_dim in range(1, 257):
+        dims = split_dims(head_dim, widest)
+        assert len(dims.WIDTHS) <= (3 if widest == 256 else 4), head_dim
+        assert all(16 <= width <= widest and width & (width - 1) == 0 for width in dims.WIDTHS), head_dim
+        assert tuple(sum(dims.WIDTHS[:k]) for k in range(len(dims.WIDTHS))) == dims.FIRST, head_dim
+        assert head_dim <= sum(dims.WIDTHS) < head_dim + (16 if head_dim <= 128 else 32), head_dim
     assert split_dims(48) == (48, (0, 32), (32, 16))
     assert split_dims(112) == (112, (0, 64, 96), (64, 32, 16))
 
@@ -76,7 +75,7 @@ def wide(seqlen):
     return 2.0 ** torch.linspace(4, -4, seqlen, device=DEVICE)[:, None]
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 def test_rows_in_range_take_the_bounded_softmax_and_others_the_online_one(causal):
     """The online form gives the same bits wherever it is taken; the bounded one has other roundings."""
     near, far = tokens(1, 2, 65, 16), 2 * wide(65) * tokens(1, 2, 65, 16)
@@ -141,7 +140,7 @@ def test_exponentials_of_a_score_in_the_backward(reach, each, monkeypatch):
     assert sum(counted) == 2 * each * 128 * 128
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 def test_bounded_sums_are_of_the_weights_as_the_products_have_them(causal):
     """79 equal tokens average to themselves, unless they are divided by the sum of weights that are not rounded."""
     w = torch.full((1, 4, 80, 16), 0.498046875, dtype=torch.bfloat16, device=DEVICE)  # the largest below a half
@@ -162,7 +161,7 @@ TILINGS = [
 
 @TURNS
 @pytest.mark.parametrize("seqlen", [33, 80])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 def test_every_tiling_of_the_forward_gives_the_same(tiling, causal, seqlen):
     w = tokens(2, 2, seqlen, 48)
@@ -174,7 +173,7 @@ def test_every_tiling_of_the_forward_gives_the_same(tiling, causal, seqlen):
 
 
 @pytest.mark.parametrize("seqlen", [33, 80])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 @pytest.mark.parametrize("tiling", [{"BLOCK_J": j, "BLOCK_I": i} for j, i in ((32, 32), (64, 16), (128, 64))], ids=str)
 def test_every_tiling_of_the_backward_gives_the_same(tiling, causal, seqlen):
     w = tokens(1, 2, seqlen, 48)

@@ -50,7 +50,6 @@ def causal(seqlen, nheads, head_dim, dtype=HALF, batch=16, backward=True, bias=T
 
 
 def decode(new, nheads, head_dim, dtype=HALF, batch=16, padded=False):
-    """Return a call of decoding."""
     w = _tokens(batch, nheads, new, head_dim, dtype, False)
     sums = [torch.empty(batch, nheads, head_dim, device="meta") for _ in range(2)]
     mass, lengths = (torch.empty(batch, nheads, device="meta"), torch.empty(batch, dtype=torch.int32, device="meta"))

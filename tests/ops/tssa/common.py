@@ -6,7 +6,6 @@ import torch
 from crate_kernels import tssa
 from tests.ops.common import randn
 
-FORMS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 # The full form with a sequence of a few kB: all of it in one block, spread over a cluster, or in chunks of 32 tokens.
 # The causal form has chunks of 64 tokens forward and 32 backward wherever a sequence is longer.
 DEVICES = {

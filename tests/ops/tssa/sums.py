@@ -134,12 +134,7 @@ def measured(causal, backend, device, *draws):
     return testing.measure(gradients(backend, torch.float32), eager, exact, torch.float32)
 
 
-FLOORS = {
-    "below": (False, 1e-13),
-    "above": (False, 3e-12),
-    "causal-below": (True, 1e-8),
-    "causal-across": (True, 6e-7),
-}
+FLOORS = {"below": (False, 1e-13), "above": (False, 3e-12), "causal-below": (True, 1e-8), "causal-across": (True, 6e-7)}
 
 
 def floored_within_budget(draw, causal, channel, backend, device="cpu"):

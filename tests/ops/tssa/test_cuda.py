@@ -8,8 +8,8 @@ import torch
 
 from crate_kernels import testing
 from crate_kernels.ops.tssa import op
-from tests.ops.common import DTYPES, outputs_and_gradients, over_budget
-from tests.ops.tssa.common import DEVICES, FORMS, WAYS, bias, call, going, temps, tokens
+from tests.ops.common import DTYPES, FORMS, outputs_and_gradients, over_budget
+from tests.ops.tssa.common import DEVICES, WAYS, bias, call, going, temps, tokens
 from tests.ops.tssa.sums import (
     DRAWN,
     FLOORS,

@@ -14,8 +14,8 @@ from crate_kernels.ops.tssa.call import Saved, TSSACall
 from crate_kernels.ops.tssa.cuda import forms
 from crate_kernels.ops.tssa.cuda.names import FULL
 from crate_kernels.ops.tssa.cuda.parameters import TssaProblem
-from tests.ops.common import outputs_and_gradients, randn
-from tests.ops.tssa.common import FORMS, bias, call, going, temps, tokens
+from tests.ops.common import FORMS, outputs_and_gradients, randn
+from tests.ops.tssa.common import bias, call, going, temps, tokens
 
 # (causal, emulated device, tokens, launches forward and backward)
 LAUNCHES = {

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from crate_kernels import testing
-from tests.ops.common import outputs_and_gradients, over_budget, randn
+from tests.ops.common import FORMS, outputs_and_gradients, over_budget, randn
 from tests.ops.tssa import uncovered
-from tests.ops.tssa.common import FORMS, WAYS, bias, call, going, temps, tokens
+from tests.ops.tssa.common import WAYS, bias, call, going, temps, tokens
 
 
 @WAYS

@@ -8,8 +8,8 @@ from crate_kernels._core import backends
 from crate_kernels.ops.tssa import cuda
 from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.cuda import passes
-from tests.ops.common import outputs_and_gradients, over_budget
-from tests.ops.tssa.common import FORMS, call, going, temps, tokens
+from tests.ops.common import FORMS, outputs_and_gradients, over_budget
+from tests.ops.tssa.common import call, going, temps, tokens
 
 
 def chunks(w, dout=None, causal=False):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from crate_kernels import tssa
-from tests.ops.common import backends, randn
+from tests.ops.common import FORMS, backends, randn
 
 NUMPY = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # where Triton is interpreted
 BACKENDS = [param for param in backends("tssa") if param.values[1] == "cpu"]
@@ -59,7 +59,7 @@ def test_an_infinite_token_leaves_the_bias_of_other_positions(backend, device):
 
 
 @NUMPY
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
 def test_without_keys_an_infinite_temp_gives_zeros(backend, device, causal):
     """The logit of a token of zeros is then -inf times 0."""

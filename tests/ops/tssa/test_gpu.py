@@ -6,11 +6,9 @@ import torch
 from crate_kernels import TokenStatsCache, testing, tssa
 from tests.gpu.common import DTYPES, HALF, captured, check_equal, no_waiting, on_a_busy_stream, tokens
 from tests.gpu.fixtures import DEVICE, DRY, backend, exact_products  # noqa: F401
-from tests.ops.common import over_budget
+from tests.ops.common import FORMS, over_budget
 
 pytestmark = pytest.mark.exhaustive  # where there is no GPU; make gpu runs all of them
-
-FORMS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
 def cases():

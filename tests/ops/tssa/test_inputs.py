@@ -1,4 +1,4 @@
-"""Token statistics of odd inputs: heads that are switched off, strides of offsets and masks, channels below a floor."""
+"""Token statistics of odd inputs: heads that are switched off, small numbers, channels below a floor."""
 
 from functools import partial
 
@@ -7,7 +7,7 @@ import torch
 
 from crate_kernels import TokenStatsCache
 from crate_kernels.ops.tssa import op
-from tests.ops.common import TURNS, backends, offsets, outputs_and_gradients, randn
+from tests.ops.common import FORMS, TURNS, backends, offsets, outputs_and_gradients, randn
 from tests.ops.tssa.common import call
 from tests.ops.tssa.sums import DRAWS, FLOORS, floored_within_budget, measured
 
@@ -15,7 +15,6 @@ BACKENDS, FUSED = backends("tssa"), backends("tssa", reference=False)
 HEADS, SEQLEN, HEAD_DIM = 3, 21, 16
 EACH = pytest.mark.parametrize(("backend", "device"), BACKENDS)
 EACH_FUSED = pytest.mark.parametrize(("backend", "device"), FUSED)
-FORMS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
 def tokens(device="cpu", batch=2, seqlen=SEQLEN, seed=0):
@@ -93,71 +92,6 @@ def test_not_a_number_stays_one_in_a_cache(backend, device):
         assert result[1].isfinite().all()
 
 
-def apart(t):
-    """Return the values of ``t`` as a column of a table whose other column has others: each element by itself."""
-    return torch.stack([t, ~t if t.dtype == torch.bool else t + 1], -1)[..., 0]
-
-
-@EACH
-@FORMS
-def test_offsets_may_be_a_column_of_a_table(causal, backend, device):
-    w, bounds = tokens(device, batch=1)[0].transpose(0, 1), offsets((5, 0, 16)).to(device)
-    inputs = (w, temps(device), *((biases(device),) if causal else ()))
-    results = [
-        outputs_and_gradients(call(causal, backend, cu_seqlens=each, max_seqlen=16), *inputs)
-        for each in (bounds, apart(bounds))
-    ]
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
-
-
-MASKS = {"apart": apart, "transposed": lambda t: t.mT.contiguous().mT, "expanded": lambda t: t[:1].expand(t.shape)}
-
-
-@EACH
-@FORMS
-@pytest.mark.parametrize("lay_out", MASKS.values(), ids=MASKS)
-def test_masks_and_parameters_may_have_any_strides(lay_out, causal, backend, device):
-    mask = lay_out(torch.arange(SEQLEN, device=device) >= torch.tensor([[3], [9]], device=device))
-    temp = torch.ones((), device=device).expand(HEADS)
-    bias = (lay_out(biases(device)),) if causal else ()
-    results = [
-        outputs_and_gradients(call(causal, backend, key_padding_mask=m), tokens(device), *parameters)
-        for m, parameters in (
-            (mask, (temp, *bias)),
-            (mask.contiguous(), (temp.contiguous(), *(b.contiguous() for b in bias))),
-        )
-    ]
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
-
-
-@EACH
-def test_a_cache_may_have_any_strides(backend, device):
-    mask = torch.arange(10, device=device) < torch.tensor([[10], [4]], device=device)
-    results = []
-    for lay_out in (torch.Tensor.contiguous, apart):
-        cache, steps = TokenStatsCache(2, HEADS, HEAD_DIM, device=device), []
-        for name in ("energy", "weighted", "mass", "lengths"):
-            setattr(cache, name, lay_out(getattr(cache, name)))
-        for part, m in zip(tokens(device).split([10, 1, 10], 2), (lay_out(mask), None, lay_out(mask)), strict=True):
-            steps += call(True, backend, cache=cache, key_padding_mask=m)(part, temps(device), biases(device))
-        results.append([*steps, *cache._tensors()])
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
-
-
-@EACH
-def test_autograd_sees_that_a_cache_has_changed(backend, device):
-    """What was saved of it for a backward is no longer there."""
-    cache, scale = TokenStatsCache(2, HEADS, HEAD_DIM, device=device), torch.ones((), device=device, requires_grad=True)
-    for seqlen in (1, SEQLEN):
-        losses = [(scale * (t if t.is_floating_point() else t.float())).sum() for t in cache._tensors()]
-        before = [t._version for t in cache._tensors()]
-        call(True, backend, cache=cache)(tokens(device, seqlen=seqlen), temps(device))
-        assert all(t._version > old for t, old in zip(cache._tensors(), before, strict=True))
-        for loss in losses[:3]:  # of lengths a float copy was saved
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                loss.backward()
-
-
 SMALL = {"tokens": (1e-14, 1.0), "gradients": (1e-11, 1e-13), "gradients-of-one-channel": (1.0, 1e-13)}
 
 
@@ -203,28 +137,12 @@ def test_what_all_heads_have_in_common_moves_nothing(causal, backend, device):
     torch.testing.assert_close(gradients(65536.0), gradients(0.0), rtol=1e-5, atol=1e-5)
 
 
+@TURNS
 @EACH_FUSED
 @pytest.mark.parametrize("seqlen", [1, SEQLEN])
 @pytest.mark.parametrize(("causal", "channel"), FLOORS.values(), ids=FLOORS)
 def test_a_channel_below_the_floor_passes_no_gradient_to_its_energy(causal, channel, seqlen, backend, device):
     floored_within_budget(partial(tokens, seqlen=seqlen), causal, channel, backend, device)
-
-
-@EACH_FUSED
-@FORMS
-@pytest.mark.parametrize("bounds", [(2, 9, 9, 30), (2, 9, 33), (0, 9, 30)], ids=["both-ends", "start", "end"])
-def test_packed_rows_of_no_sequence_are_zero(bounds, causal, backend, device):
-    """The public function refuses such offsets where it may look at them: not on a GPU, and not under compile."""
-    w, dout = (randn(33, HEADS, HEAD_DIM, dtype=torch.float32, device=device, seed=seed) for seed in (0, 1))
-    covered = (torch.arange(33) >= bounds[0]) & (torch.arange(33) < bounds[-1])
-    inputs = (w, temps(device)) + ((None,) if causal else ())
-    options = None, torch.tensor(bounds, dtype=torch.int32, device=device), 25, None, 0.0, backend
-    forward, backward = (op.tssa_causal_fwd, op.tssa_causal_bwd) if causal else (op.tssa_fwd, op.tssa_bwd)
-    out, *saved = forward(*inputs, *options)
-    dw = backward(dout, None, *inputs, *saved, *options)[0]
-    for rows in (out, saved[0].t(), dw):
-        assert torch.equal(rows.flatten(1).any(1).cpu(), covered)
-        assert rows.isfinite().all()
 
 
 @EACH_FUSED

@@ -9,12 +9,11 @@ from crate_kernels import testing, tssa
 from crate_kernels._core import operator
 from crate_kernels._native import extension
 from crate_kernels.ops.tssa.call import TSSACall
-from tests.ops.common import LEVELS, NANS, expected, measured, randn
+from tests.ops.common import FORMS, LEVELS, NANS, NEEDS_EXTENSION, STRIDES, expected, failures, measured, randn
 
-pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m crate_kernels build")
+pytestmark = NEEDS_EXTENSION
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FORMS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
 def named(name, shape, causal, **kwargs):
@@ -22,19 +21,11 @@ def named(name, shape, causal, **kwargs):
     return testing.Case("tssa", name, shape, options, **kwargs)
 
 
-def measure(case, dtype):
-    return measured(case, dtype, "cpp", "cpu", *expected(case, dtype))
-
-
-def failures(case, dtype):
-    return [m for m in measure(case, dtype) if not m.passed]
-
-
 def assert_together_within_budget(cases, dtype):
     """Hold the sums of errors to the sums of budgets: of dtemp's few numbers, eager's error in one case may be luck."""
     errors, budgets = Counter(), Counter()
     for case in cases:
-        for m in measure(case, dtype):
+        for m in measured(case, dtype, "cpp", "cpu", *expected(case, dtype)):
             assert m.finite, (str(case), m)
             errors[m.output] += m.error
             budgets[m.output] += m.tolerance
@@ -106,14 +97,6 @@ def test_no_bit_depends_on_the_number_of_threads(causal, how, dtype, threads):
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], rtol=0, atol=0)
     assert [m for m in testing.measure(results[0], *expected(case, dtype), dtype) if not m.passed] == []
-
-
-STRIDES = {
-    "projection": lambda w: w.transpose(1, 2).contiguous().transpose(1, 2),
-    "channels-apart": lambda w: w.repeat_interleave(3, -1)[..., ::3],
-    "channels-first": lambda w: w.mT.contiguous().mT,
-    "expanded": lambda w: w[:1].expand(w.shape),
-}
 
 
 @FORMS

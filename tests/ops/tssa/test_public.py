@@ -7,6 +7,7 @@ from crate_kernels import testing, tssa
 from tests.ops.common import (
     DTYPES,
     EXACT,
+    FORMS,
     backends,
     cases_by_dtype,
     keep_mask,
@@ -42,7 +43,6 @@ LOOPS = {
     "causal-dropout": {"causal": True, "dropout_p": 0.4},
     "causal-dropout-pad": {"causal": True, "dropout_p": 0.4, "pad": "right"},
 }
-FORMS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
 def inputs(causal=False, nheads=HEADS, bias=True, channel=1.0, seqlen=SEQLEN, batch=BATCH):

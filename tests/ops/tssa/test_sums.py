@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from crate_kernels import TokenStatsCache, testing, tssa
-from tests.ops.common import backends, interpreted, over_budget, randn
+from tests.ops.common import FORMS, backends, interpreted, over_budget, randn
 from tests.ops.tssa.sums import DRAWN, drawn_within_budget, steps_add_up
 
 EACH = pytest.mark.parametrize(("backend", "device"), backends("tssa"))
@@ -39,7 +39,7 @@ def test_thousands_of_drifting_steps(backend, device):
 
 
 @EACH
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@FORMS
 def test_a_long_sequence_is_within_budget(causal, backend, device):
     length = (1_000 if causal else 5_000) if interpreted(backend, device) else 50_000
     case = testing.Case("tssa", "long", (1, 2, length, 4), {"causal": causal, "return_membership": True})

@@ -12,13 +12,15 @@ from crate_kernels.ops.tssa import op
 from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.triton import tables
 from crate_kernels.ops.tssa.triton.launch import TokenSizes, causal_tile
-from tests.ops.common import backends, outputs_and_gradients, over_budget, randn
+from tests.ops.common import FORMS, backends, outputs_and_gradients, over_budget, randn
 from tests.ops.tssa import uncovered
-from tests.ops.tssa.common import FORMS, bias, call, temps, tokens
+from tests.ops.tssa.common import bias, call, temps, tokens
 from tests.ops.tssa.sums import heads_told_apart, nearly_all_of_a_token
 
 TRITON = [p for p in backends("tssa") if p.values[0] == "triton"]
-pytestmark = pytest.mark.skipif(not TRITON, reason="needs a GPU, or TRITON_INTERPRET=1")
+if not TRITON:
+    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
 EACH = pytest.mark.parametrize(("backend", "device"), TRITON)
 WAYS = pytest.mark.parametrize("way", ["whole", "chunks"])
 

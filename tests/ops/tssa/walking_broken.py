@@ -63,11 +63,7 @@ BROKEN = {
 _KEPT = "        tokens.template add<{0}>(0, tile, running, {1});\n"
 _CLUSTER = "    cluster_sync();\n    behind_groups<S, S::k{0}>"
 BROKEN |= {
-    "back-groups-not-waited-for": (
-        "    __syncthreads();\n    // Peers may",
-        "    // Peers may",
-        "three-steps",
-    ),
+    "back-groups-not-waited-for": ("    __syncthreads();\n    // Peers may", "    // Peers may", "three-steps"),
     "back-sums-of-one-block": (
         "    cluster_sync();\n    const int most",
         "    __syncthreads();\n    const int most",
@@ -140,11 +136,7 @@ BROKEN |= {
         "three-steps",
     ),
     "back-own-sum-twice": ("(above ? earlier[r][i] * inverse : 1.0f)", "(above ? sum * inverse : 1.0f)", "three-steps"),
-    "back-part-not-kept": (
-        "          parts.put(t, g);\n        }\n      }\n",
-        "        }\n      }\n",
-        "three-steps",
-    ),
+    "back-part-not-kept": ("          parts.put(t, g);\n        }\n      }\n", "        }\n      }\n", "three-steps"),
     "back-no-logits-for-the-bias": (
         "j < S::kOfLane && own_row && b.bias != nullptr",
         "j < S::kOfLane && own_row && b.bias == nullptr",
