@@ -314,7 +314,7 @@ _TABLES: dict[str, Callable[[Results], str]] = {
     "tssa": lambda r: _speed(r, "tssa", ["eager", "compile", "composite"]),
     "ista": lambda r: _speed(r, "ista", ["eager", "compile", "composite"]),
     "models": _models,
-    "turns": _models_interleaved,
+    "interleaved": _models_interleaved,
     "decode": lambda r: _rates(r, "decode", "eager"),
     "generation": _generation,
     "memory": _memory,

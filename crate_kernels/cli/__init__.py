@@ -13,7 +13,7 @@ from crate_kernels.experiments import EXPERIMENTS
 
 _COMMANDS = {
     "info": "what is installed, and which backend each operator can use",
-    "verify": "hold every available backend against float64 on named cases",
+    "verify": "compare every available backend with float64 on named cases",
     "bench": "time our backends beside PyTorch's own on this machine, or compare two such runs",
     "plot": "draw a file of benchmark results",
     "build": "compile the C++ extension into the user's cache",
