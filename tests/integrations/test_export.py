@@ -31,9 +31,10 @@ def reloaded(family, folder, backend):
     return model, "pixel_values", (pictures, pictures[[1, 0, 1]].flip(2)), {0: "batch"}
 
 
+@pytest.mark.exhaustive  # docs/export.md has ONNX Runtime on a CRATE
 # PyTorch's exporter, of itself.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*language.CONFIGS, *images.CONFIGS])
 def test_onnx_runtime_computes_the_same(family, tmp_path):
     pytest.importorskip("onnxscript", reason="needs onnxscript: the extra onnx")
     runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: the extra onnx")

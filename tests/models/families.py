@@ -4,14 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from crate_kernels.models.aot import (
-    AoTLM,
-    AoTLMConfig,
-    AoTRegression,
-    AoTRegressionConfig,
-    AoTVision,
-    AoTVisionConfig,
-)
+from crate_kernels.models.aot import AoTLM, AoTLMConfig, AoTRegression, AoTRegressionConfig, AoTVision, AoTVisionConfig
 from crate_kernels.models.crate import CRATE, CRATEConfig
 from crate_kernels.models.crate_alpha import CRATEAlpha, CRATEAlphaConfig
 from crate_kernels.models.crate_lm import CRATELM, CRATELMConfig

@@ -5,13 +5,10 @@ import torch
 
 from tests.models.families import FAMILIES, build, drawn, inputs, output
 
-QUICK = ("crate",)  # an export takes seconds
 
-
+@pytest.mark.exhaustive  # an export takes seconds; docs/export.md has that of a CRATE
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.exhaustive) for f in FAMILIES]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_reference_decomposes_into_core_operators(family):
     model, given = drawn(build(family, backend="reference")).eval(), inputs(family)
     with torch.no_grad():

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from crate_kernels import models
-from tests.models.families import build
+from tests.models.families import TEXT, build
 from tests.models.test_crate import PUBLISHED
 from tests.models.test_crate_alpha import clipa, tower
 
-TEXT = {"block_size": 9, "vocab_size": 11, "n_layer": 2, "n_head": 3, "n_embd": 24}
 TOST = {"embed_dim": 24, "depth": 2, "num_heads": 3, "img_size": (16, 24), "patch_size": 8, "num_classes": 5}
 
 HEAD = "; from_official(..., num_classes=...) makes another head"

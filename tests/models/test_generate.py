@@ -10,7 +10,7 @@ from crate_kernels.models._shared import generate
 from tests.models.families import build, drawn
 
 FAMILIES = ["crate_lm", "crate_lm_overcomplete", "tost_lm", "aot_lm", "aot_mhsa_lm"]
-LONG = {"block_size": 40, "vocab_size": 50}
+LONG = {"block_size": 20, "vocab_size": 50}
 
 
 def language(family, **changes) -> Any:
@@ -39,7 +39,7 @@ def by_hand(model, prompt, count):
 
 
 CASES = {"one": (5,), "batch": (4, 4, 4), "ragged": (3, 1, 8, 8, 5)}
-COUNTS = {"within": 20, "full": 32, "beyond": 45}
+COUNTS = {"within": 9, "full": 12, "beyond": 24}
 
 
 @functools.cache
@@ -54,11 +54,13 @@ def all_by_hand(family, lengths):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_the_published_loop_token_for_token(family, lengths, count):
     model, given = language(family), prompts(*lengths)
-    expected = [row[: len(prompt) + count] for row, prompt in zip(all_by_hand(family, lengths), given, strict=True)]
-    new = [row[len(prompt) :].tolist() for row, prompt in zip(expected, given, strict=True)]
+    texts = all_by_hand(family, lengths)
+    new = [row[len(prompt) :].tolist() for row, prompt in zip(texts, given, strict=True)]
     assert len({tuple(row) for row in new}) > len(given) / 2
     assert min(len(set(row)) for row in new) >= 3
-    for use_cache in (True, False):
+    expected = [row[: len(prompt) + count] for row, prompt in zip(texts, given, strict=True)]
+    # Without a cache, less of a text is no other call.
+    for use_cache in (True, False) if count == COUNTS["beyond"] else (True,):
         actual = model.generate(given, count, temperature=0, use_cache=use_cache)
         assert [row.tolist() for row in actual] == [row.tolist() for row in expected]
     if len(set(lengths)) == 1:
@@ -68,7 +70,7 @@ def test_greedy_equals_the_published_loop_token_for_token(family, lengths, count
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_longer_than_the_positions(family):
-    model, (prompt,) = language(family), prompts(43)
+    model, (prompt,) = language(family), prompts(23)
     assert torch.equal(model.generate(prompt[None], 4, temperature=0)[0], by_hand(model, prompt, 4))
 
 
@@ -165,17 +167,9 @@ def test_temperature_sharpens():
 
 TOKENS = torch.zeros(1, 3).long()
 BAD = {
-    "float": (
-        lambda m: m.generate(TOKENS.float(), 1),
-        ValueError,
-        r"CRATELM.generate: tokens must be int64 \(batch",
-    ),
+    "float": (lambda m: m.generate(TOKENS.float(), 1), ValueError, r"CRATELM.generate: tokens must be int64 \(batch"),
     "empty": (lambda m: m.generate(TOKENS[:, :0], 1), ValueError, r"got torch.int64 \(1, 0\)"),
-    "row": (
-        lambda m: m.generate([TOKENS], 1),
-        ValueError,
-        r"every prompt must be int64 \(seqlen > 0,\), got",
-    ),
+    "row": (lambda m: m.generate([TOKENS], 1), ValueError, r"every prompt must be int64 \(seqlen > 0,\), got"),
     "no-rows": (lambda m: m.generate([], 1), ValueError, "tokens must have one prompt or more, got none"),
     "no-tensors": (lambda m: m.generate([1], 1), TypeError, "tokens must be a Tensor or a list of Tensors, got list"),
     "no-text": (lambda m: m.generate("", 1), TypeError, "tokens must be a Tensor or a list of Tensors, got str"),

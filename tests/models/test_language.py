@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
 from crate_kernels import models
 from crate_kernels.models.crate_lm import TiedISTA
-from tests.models.families import build, drawn, inputs
+from tests.models.families import TEXT, build, drawn, inputs
 
 FAMILIES = ["crate_lm", "crate_lm_overcomplete", "tost_lm"]
 
@@ -91,7 +90,7 @@ def test_the_published_class_finds_its_masks():
 @pytest.mark.parametrize("family", FAMILIES[:2])
 def test_the_mask_of_published_checkpoints_is_dropped(family):
     source = drawn(build(family))
-    config = {"block_size": 9, "vocab_size": 11, "n_layer": 2, "n_head": 3, "n_embd": 24, "dropout": 0.0, "bias": True}
+    config = {**TEXT, "dropout": 0.0, "bias": True}
     masks = {f"transformer.h.{i}.attn.bias": torch.ones(9, 9).tril()[None, None] for i in range(2)}
     model = models.from_official(family, {"model": {**source.state_dict(), **masks}}, config)
     (tokens,) = inputs(family)
@@ -106,9 +105,8 @@ def test_a_checkpoint_whose_head_is_not_its_embedding_is_refused():
     """One weight cannot hold both."""
     state = drawn(build("crate_lm")).state_dict()
     state["lm_head.weight"] = state["lm_head.weight"] + 1
-    config = {"block_size": 9, "vocab_size": 11, "n_layer": 2, "n_head": 3, "n_embd": 24}
     with pytest.raises(ValueError, match=r"lm_head.weight must equal transformer.wte.weight, which it shares here"):
-        models.from_official("crate_lm", state, config)
+        models.from_official("crate_lm", state, TEXT)
 
 
 UNFIT = {  # what a weight of (11, 24) must not be, and what is said of it
@@ -123,9 +121,6 @@ UNFIT = {  # what a weight of (11, 24) must not be, and what is said of it
 }
 
 
-SMALL = {"block_size": 9, "vocab_size": 11, "n_layer": 2, "n_head": 3, "n_embd": 24}
-
-
 @pytest.mark.parametrize("names", [["wte"], ["head"], ["wte", "head"]], ids=["first", "second", "both"])
 @pytest.mark.parametrize(("change", "fault"), UNFIT.values(), ids=UNFIT)
 @pytest.mark.filterwarnings("ignore:.*(in beta state|prototype stage):UserWarning")  # PyTorch of its layouts
@@ -135,7 +130,7 @@ def test_a_tied_weight_that_does_not_fit_is_named(change, fault, names, tmp_path
     state = model.state_dict()
     state.update({spelt[name]: change(state[spelt[name]]) for name in names})
     for call in (
-        lambda: models.from_official("crate_lm", state, SMALL),
+        lambda: models.from_official("crate_lm", state, TEXT),
         lambda: model.save_pretrained(tmp_path / "model", state_dict=state),
     ):
         with pytest.raises(ValueError, match="state_dict does not fit the") as caught:
@@ -149,11 +144,11 @@ def test_a_tied_weight_is_compared_by_its_numbers(dtype):
     model, name, other = build("crate_lm"), "transformer.wte.weight", "lm_head.weight"
     coarse = model.state_dict()[name].to(dtype)
     state = {**model.state_dict(), name: coarse, other: coarse.float()}
-    loaded = models.from_official("crate_lm", state, SMALL)
+    loaded = models.from_official("crate_lm", state, TEXT)
     assert torch.equal(loaded.lm_head.weight, coarse.float())
     state[other] = coarse.float() + 1
     with pytest.raises(ValueError, match=f"{other} must equal {name}, which it shares here"):
-        models.from_official("crate_lm", state, SMALL)
+        models.from_official("crate_lm", state, TEXT)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -181,7 +176,7 @@ TSSA = {"published": {"TSSA": True}, "unsaid": {}}
 
 @pytest.mark.parametrize("given", TSSA.values(), ids=TSSA)
 def test_tost_lm_takes_the_published_flag(given):
-    config = {"block_size": 9, "vocab_size": 11, "n_layer": 2, "n_head": 3, "n_embd": 24, "bias": False}
+    config = {**TEXT, "bias": False}
     state = build("tost_lm").state_dict()
     assert models.from_official("tost_lm", state, {**config, **given}).config == build("tost_lm").config
     with pytest.raises(ValueError, match="TSSA must be True for tost_lm, got False"):
@@ -235,18 +230,6 @@ def test_a_channel_of_the_code_or_the_projection_can_be_overridden():
                 weight.copy_(kept)
 
 
-def test_the_embedded_tokens_are_dropped_out():
-    model, (tokens,) = build("crate_lm", dropout=0.5), inputs("crate_lm")
-    seen = []
-    model.transformer["h"][0].register_forward_pre_hook(lambda m, args: seen.append(args[0]))
-    model(tokens)
-    model.eval()(tokens)
-    kept = seen[0] != 0
-    assert 0 < kept.sum() < kept.numel()
-    assert_close(seen[0][kept], 2 * seen[1][kept])
-    assert_close(seen[1], F.embedding(tokens, model.lm_head.weight) + model.transformer["wpe"].weight[:7])
-
-
 def call(family="crate_lm", tokens=None, **changes):
     return build(family, **changes)(inputs(family)[0] if tokens is None else tokens)
 
@@ -257,16 +240,8 @@ BAD = {
         ValueError,
         "tokens must be at most block_size = 9 long, got",
     ),
-    "float": (
-        lambda: call(tokens=torch.zeros(1, 4)),
-        ValueError,
-        r"CRATELM: tokens must be int64 or int32 \(batch",
-    ),
-    "rank": (
-        lambda: call(tokens=torch.zeros(4).long()),
-        ValueError,
-        r"tokens must be .*, got torch.int64 \(4,\)",
-    ),
+    "float": (lambda: call(tokens=torch.zeros(1, 4)), ValueError, r"CRATELM: tokens must be int64 or int32 \(batch"),
+    "rank": (lambda: call(tokens=torch.zeros(4).long()), ValueError, r"tokens must be .*, got torch.int64 \(4,\)"),
     "list": (lambda: call("tost_lm", [[1]]), TypeError, "ToSTLM: tokens must be a Tensor .*, got list"),
     "targets": (
         lambda: build("tost_lm")(torch.zeros(1, 4).long(), torch.zeros(1, 3).long()),

@@ -12,7 +12,7 @@ SIZES = {
     **dict.fromkeys(("crate", "crate_alpha", "crate_mae_encoder", "tost", "aot_vision"), IMAGES),
     **dict.fromkeys(("crate_lm", "crate_lm_overcomplete", "tost_lm", "aot_lm"), TEXTS),
 }
-QUICK = ("tost", "crate_lm")  # an export takes seconds; tests/integrations/test_export.py has CRATE
+QUICK = ("tost", "crate_lm")  # an export takes seconds; docs/export.md has CRATE
 
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.exhaustive) for f in SIZES])

@@ -99,17 +99,9 @@ def test_published_sizes_norm_all_tokens_and_deep_ones_start_small():
 
 BAD = {
     "patch": (lambda: build("tost", patch_size=4), ValueError, "ToST: patch_size must be 8 or 16, got 4"),
-    "img-size": (
-        lambda: build("tost", img_size=20),
-        ValueError,
-        "ToST: img_size must be a multiple of patch_size",
-    ),
+    "img-size": (lambda: build("tost", img_size=20), ValueError, "ToST: img_size must be a multiple of patch_size"),
     "heads": (lambda: build("tost", num_heads=5), ValueError, r"ToST: embed_dim must be a multiple of num_heads = 5"),
-    "stem": (
-        lambda: build("tost", embed_dim=18),
-        ValueError,
-        r"multiple of num_heads = 3 and of 4 \(the stem\)",
-    ),
+    "stem": (lambda: build("tost", embed_dim=18), ValueError, r"multiple of num_heads = 3 and of 4 \(the stem\)"),
     "rate": (lambda: build("tost", drop_path_rate=1.0), ValueError, "ToST: drop_path_rate must be < 1.0, got 1.0"),
     "eta": (lambda: build("tost", eta=None), TypeError, "ToST: eta must be a number, got NoneType"),
     "flag": (lambda: build("tost", tokens_norm=1), TypeError, "ToST: tokens_norm must be a bool, got int"),
