@@ -139,11 +139,7 @@ BAD = {
     "axes": (lambda f: f(Z[None], LABELS), ValueError, r"z must be \(samples, dim\), got \(1, 6, 4\)"),
     "empty": (lambda f: f(Z[:0], LABELS[:0]), ValueError, r"z must be \(samples, dim\), got \(0, 4\)"),
     "labels-type": (lambda f: f(Z, [0] * 6), TypeError, "labels must be a Tensor, got list"),
-    "labels-float": (
-        lambda f: f(Z, LABELS.double()),
-        ValueError,
-        "labels must be integers .*, got torch.float64",
-    ),
+    "labels-float": (lambda f: f(Z, LABELS.double()), ValueError, "labels must be integers .*, got torch.float64"),
     "labels-shape": (
         lambda f: f(Z, LABELS[:5]),
         ValueError,

@@ -226,11 +226,7 @@ def test_a_clipa_checkpoint_has_its_own_eps(given, eps, tmp_path):
 
 BAD = {
     "pool": ({"global_pool": "map"}, ValueError, "crate_tiny: global_pool must be 'token', 'avg' or '', got 'map'"),
-    "unknown": (
-        {"init_values": 0.1},
-        TypeError,
-        "crate_tiny: arguments must be timm's or among dim, .*, got init",
-    ),
+    "unknown": ({"init_values": 0.1}, TypeError, "crate_tiny: arguments must be timm's or among dim, .*, got init"),
     "near": ({"lmbda": 0.1}, TypeError, "crate_tiny: arguments must be .*, got lmbda; did you mean lambd"),
     "size": ({"img_size": 33}, ValueError, "CRATE: image_size must be a multiple of patch_size, got 33x33 by 16x16"),
     "no-weights": ({"pretrained": True}, RuntimeError, "No pretrained weights exist for crate_tiny"),

@@ -131,11 +131,7 @@ REFUSED = {
         r"cu_seq_lens_q must grow from 0 to the number of tokens = 28, got \[0, 3, 4, 19\]",
     ),
     "empty": (described(cu_seq_lens_k=OFFSETS[[0, 1, 1, 4]]), ValueError, "cu_seq_lens_k must grow from 0"),
-    "a-list": (
-        described(cu_seq_lens_q=[0, 3, 28]),
-        TypeError,
-        "cu_seq_lens_q must be a tensor, got list",
-    ),
+    "a-list": (described(cu_seq_lens_q=[0, 3, 28]), TypeError, "cu_seq_lens_q must be a tensor, got list"),
     "a-list-of-positions": (described(position_ids=[list(range(28))]), TypeError, "position_ids must be a tensor, got"),
     "numbers": (
         described(cu_seq_lens_q=OFFSETS + 0.5),

@@ -16,11 +16,7 @@ each_family = pytest.mark.parametrize("family", CONFIGS)
 @each_family
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"use_cache": False},
-        {"cache_implementation": "static"},
-    ],
+    [{}, {"use_cache": False}, {"cache_implementation": "static"}],
     ids=lambda options: "_".join(map(str, options.values())) or "dynamic",
 )
 def test_greedy_tokens_are_ours(family, options):

@@ -128,11 +128,7 @@ def test_cropping_keeps_the_padding():
     mask = torch.tensor([[0, 0, 1, 1, 1]])
     with torch.no_grad():
         cache = cache_of(model(prompts(1), attention_mask=mask, use_cache=True))
-        model(
-            prompts(1, 3),
-            attention_mask=torch.ones(1, 8).index_fill_(1, torch.tensor([0, 1]), 0),
-            cache=cache,
-        )
+        model(prompts(1, 3), attention_mask=torch.ones(1, 8).index_fill_(1, torch.tensor([0, 1]), 0), cache=cache)
     cache.crop(-2)
     assert cache.get_seq_length() == 6
     assert cache.layers[0].keys.shape == cache.layers[0].values.shape == (1, 3, 6, 8)

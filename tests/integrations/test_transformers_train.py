@@ -29,11 +29,7 @@ def image_examples(count):
     return [{"pixel_values": picture, "labels": torch.tensor(i % 2)} for i, picture in enumerate(pictures)]
 
 
-KINDS = {
-    "crate_lm": (language, text_examples),
-    "tost_lm": (language, text_examples),
-    "crate": (images, image_examples),
-}
+KINDS = {"crate_lm": (language, text_examples), "tost_lm": (language, text_examples), "crate": (images, image_examples)}
 
 
 def accuracy(predicted):

@@ -172,11 +172,7 @@ RUNS = {
         [RESULT, RESULT],
         [(0, set()), (0, {1}), (1, {2})],
     ),
-    "the-second-dies": (
-        [[FOUND, ("trying", 0)], [("trying", 1), FOUND]],
-        [RESULT, RESULT],
-        [(0, set()), (1, {0})],
-    ),
+    "the-second-dies": ([[FOUND, ("trying", 0)], [("trying", 1), FOUND]], [RESULT, RESULT], [(0, set()), (1, {0})]),
     "dies-as-it-prepares": ([[], [FOUND]], [ENDS, RESULT], [(0, set()), (1, set())]),
     "dies-between": ([[("trying", 5), FOUND]], [RESULT, ENDS], [(0, set())]),
 }

@@ -56,15 +56,26 @@ def test_the_command_writes_each_result_as_it_comes(command, gpu, monkeypatch, c
     _table.write_user_rows(gpu, {"other": [LaunchRow(SHIPPED)]})
     assert cli.main(["tune", "--op", "mssa"]) == 0
     assert set(_table.user_rows(gpu)) == {"fake", "other"}
-    assert [(row.head_dim, row.config["BLOCK"]) for row in _table.user_rows(gpu)["fake"]] == [
-        (16, 2),
-        (32, 2),
-        (64, 2),
-    ]
+    assert [(row.head_dim, row.config["BLOCK"]) for row in _table.user_rows(gpu)["fake"]] == [(16, 2), (32, 2), (64, 2)]
     printed = capsys.readouterr().out
     assert "fake head_dim 64 seqlen longer: 2000000 us, as shipped 5000000 us" in printed
     assert "fake head_dim 32 seqlen longer: 2000000 us, as shipped fails" in printed
     assert "fake head_dim 16 seqlen longer: 2000000 us, as shipped 5000000 us" in printed
+
+
+def in_this_process(monkeypatch):
+    """Let what tune starts run here; list the functions that were started, and the configurations that they tried."""
+    started, tried = [], []
+
+    def in_process(target, *args):
+        messages = Sink()
+        started.append(target.__name__)
+        target(messages, *args)
+        tried.extend(message[1] for message in messages if message[0] == "trying")
+        yield from messages
+
+    monkeypatch.setattr(_tune, "in_process", in_process)
+    return started, tried
 
 
 def test_the_command_goes_on_after_a_workload_that_fails(command, gpu, monkeypatch, capsys):
@@ -72,13 +83,7 @@ def test_the_command_goes_on_after_a_workload_that_fails(command, gpu, monkeypat
         raise RuntimeError("out of resource: shared memory")
 
     command[0] = replace(command[0], make=broken)
-
-    def in_process(target, *args):
-        messages = Sink()
-        target(messages, *args)
-        yield from messages
-
-    monkeypatch.setattr(_tune, "in_process", in_process)
+    in_this_process(monkeypatch)
     assert cli.main(["tune"]) == 1
     assert [row.head_dim for row in _table.user_rows(gpu)["fake"]] == [16, 32]
     assert "seqlen longer: left as shipped: RuntimeError: out of resource: shared memory" in capsys.readouterr().out
@@ -87,16 +92,7 @@ def test_the_command_goes_on_after_a_workload_that_fails(command, gpu, monkeypat
 @pytest.fixture
 def tried(command, monkeypatch):
     """List the numbers of the configurations that are tried, workload by workload; 0 is the shipped one."""
-    numbers = []
-
-    def in_process(target, *args):
-        messages = Sink()
-        target(messages, *args)
-        numbers.extend(message[1] for message in messages if message[0] == "trying")
-        yield from messages
-
-    monkeypatch.setattr(_tune, "in_process", in_process)
-    return numbers
+    return in_this_process(monkeypatch)[1]
 
 
 EVERY = [0, 1, 2, 3] * 3
@@ -149,22 +145,8 @@ def test_a_file_narrows_what_is_timed(command, gpu, tmp_path, tried):
     }
 
 
-def in_this_process(monkeypatch, at_most=1000):
-    """Let what tune starts run here, and end after so many messages; return the targets that were started."""
-    started = []
-
-    def in_process(target, *args):
-        messages = Sink()
-        started.append(target.__name__)
-        target(messages, *args)
-        yield from messages[:at_most]
-
-    monkeypatch.setattr(_tune, "in_process", in_process)
-    return started
-
-
 def test_a_log_has_every_timing_and_is_gone_on_from(command, gpu, tmp_path, monkeypatch, capsys):
-    started = in_this_process(monkeypatch)
+    started, _ = in_this_process(monkeypatch)
     files = ["--log", str(tmp_path / "log.jsonl"), "--table", str(tmp_path / "table.json")]
     assert cli.main(["tune", *files, "--minutes", "0"]) == tune._INCOMPLETE
     assert not (tmp_path / "log.jsonl").exists()

@@ -124,11 +124,7 @@ BAD = {
         TypeError,
         "OvercompleteISTA: learned must be a tuple of names",
     ),
-    "mm": (
-        lambda: ISTA(DIM, prox="mm", learned=["step_size"]),
-        ValueError,
-        "learned must not have 'step_size'",
-    ),
+    "mm": (lambda: ISTA(DIM, prox="mm", learned=["step_size"]), ValueError, "learned must not have 'step_size'"),
     "flag": (lambda: OvercompleteISTA(DIM, per_channel=1), TypeError, "OvercompleteISTA: per_channel must be a bool"),
 }
 

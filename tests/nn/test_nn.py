@@ -41,10 +41,7 @@ MODULES = {
 }
 SHAPES = {
     "mssa": (MODULES["mssa"], {"qkv.weight": (12, 12), "to_out.0.weight": (12, 12), "to_out.0.bias": (12,)}),
-    "mssa-wide": (
-        lambda: MSSA(DIM, 2, 5, bias_out=False),
-        {"qkv.weight": (10, 12), "to_out.0.weight": (12, 10)},
-    ),
+    "mssa-wide": (lambda: MSSA(DIM, 2, 5, bias_out=False), {"qkv.weight": (10, 12), "to_out.0.weight": (12, 10)}),
     "mssa-one-narrow-head": (
         lambda: MSSA(DIM, 1, 5),
         {"qkv.weight": (5, 12), "to_out.0.weight": (12, 5), "to_out.0.bias": (12,)},

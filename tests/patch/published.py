@@ -263,10 +263,10 @@ def tokens(dtype=torch.float32):
     return torch.randn(2, 5, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def outcome(model, x):
+def outcome(model, x, *args, **kwargs):
     """Output and every gradient, for the same upstream gradient."""
     x = x.clone().requires_grad_()
-    out = model(x)
+    out = model(x, *args, **kwargs)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, [x, *model.parameters()], dout)]
 

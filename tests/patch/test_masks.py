@@ -10,7 +10,17 @@ from torch import nn
 
 from crate_kernels._patch import api, forms, masks
 from crate_kernels._patch.api import patch
-from tests.patch.published import DIM, HEADS, Attention, VisionTSSA, assert_close, heads_first, heads_last, tokens
+from tests.patch.published import (
+    DIM,
+    HEADS,
+    Attention,
+    VisionTSSA,
+    assert_close,
+    heads_first,
+    heads_last,
+    outcome,
+    tokens,
+)
 
 
 class Masked(nn.Module):
@@ -72,21 +82,14 @@ def probed(model, monkeypatch):
     return calls
 
 
-def grads(model, x, *args, **kwargs):
-    x = x.clone().requires_grad_()
-    out = model(x, *args, **kwargs)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
-    return [out.detach(), *torch.autograd.grad(out, [x, *model.parameters()], dout)]
-
-
 @pytest.mark.parametrize(("read", "mask"), FUSED.values(), ids=FUSED)
 def test_a_proven_mask_is_fused(read, mask, monkeypatch):
     model, x = Masked(read), tokens()
-    before = [grads(model, x), grads(model, x, mask), grads(model, x, mask=mask)]
+    before = [outcome(model, x), outcome(model, x, mask), outcome(model, x, mask=mask)]
     report = patch(model)
     assert (report.replaced, report.left) == ({"": "mssa"}, {})
     calls = probed(model, monkeypatch)
-    after = [grads(model, x), grads(model, x, mask), grads(model, x, mask=mask)]
+    after = [outcome(model, x), outcome(model, x, mask), outcome(model, x, mask=mask)]
     for new, old in zip(after, before, strict=True):
         assert_close(new, old, 64)
     assert len(calls) == 3
@@ -198,14 +201,14 @@ class MaskedTSSA(VisionTSSA):
 
 def test_token_statistics_take_keys():
     model, x = MaskedTSSA(), tokens()
-    before = [grads(model, x), grads(model, x, KEPT)]
+    before = [outcome(model, x), outcome(model, x, KEPT)]
     assert (patch(model).replaced, patch(model).left) == (
         {"": "tssa"},
         {"": "already patched; unpatch first to change the backend"},
     )
     masks = type(model)._crate_kernels.form.mask.masks
     assert {(mask.rank, mask.pairs, mask.dtype, mask.keep) for mask in masks} >= {(2, False, "bool", True)}
-    for new, old in zip([grads(model, x), grads(model, x, KEPT)], before, strict=True):
+    for new, old in zip([outcome(model, x), outcome(model, x, KEPT)], before, strict=True):
         assert_close(new, old, 64)
 
 
