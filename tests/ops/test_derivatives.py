@@ -24,7 +24,7 @@ FUNCTIONS = {
     "ista": lambda w, **b: ista(w, WEIGHT.to(w.dtype), **b),
     "ista_overcomplete": lambda w, **b: ista_overcomplete(w, DICTIONARY.to(w.dtype), **b),
 }
-VARIATIONS = {"mssa-lse", "mssa-causal-pad", "mssa-packed", "tssa-pad", "tssa-membership"}
+OFTEN = FUNCTIONS.keys() - {"mssa-lse", "mssa-causal-pad", "mssa-packed", "tssa-pad", "tssa-membership"}
 REFERENCE = pytest.mark.parametrize("name", FUNCTIONS)
 MISSING = "is not supported.*use backend='reference'"
 # PyTorch has no batching rule for the backward of its own CPU attention, and says that a loop is slow.
@@ -32,8 +32,8 @@ pytestmark = pytest.mark.usefixtures("plain_backend")
 SLOW_VMAP = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
 
-def params(reference, names=FUNCTIONS):
-    """List (name, function) for every backend of this machine that takes CPU tensors."""
+def params(reference, names=FUNCTIONS, often=OFTEN):
+    """List (name, function) for every backend of this machine that takes CPU tensors; of the interpreter, ``often``."""
     pairs = [
         (name, p.values[0])
         for name in names
@@ -43,12 +43,13 @@ def params(reference, names=FUNCTIONS):
     # composite's mssa stays outside the op, whose autograd.Function every kernel shares.
     pairs += [(name, "plain") for name in names if name.startswith("mssa") and name != "mssa-relu"]
     return [
-        pytest.param(name, backend, id=f"{name}-{backend}", marks=VARIATION if name in VARIATIONS else ())
+        pytest.param(name, backend, id=f"{name}-{backend}", marks=() if name in often else VARIATION)
         for name, backend in pairs
     ]
 
 
 ALL, FUSED = (pytest.mark.parametrize(("name", "backend"), params(reference)) for reference in (True, False))
+MAPPED = pytest.mark.parametrize(("name", "backend"), params(True, often=("mssa", "tssa-causal")))
 
 
 def tokens(seed=0, dtype=torch.float32):
@@ -77,7 +78,7 @@ def test_functional_gradients_are_those_of_autograd(name, backend):
     torch.testing.assert_close((value, *pullback(torch.tensor(2.0))), (f(w), 2 * expected))
 
 
-@ALL
+@MAPPED
 @SLOW_VMAP
 def test_jacrev_is_a_row_for_each_output(name, backend):
     w = tokens()
@@ -92,14 +93,14 @@ def test_jacrev_is_a_row_for_each_output(name, backend):
     torch.testing.assert_close(batched, torch.stack(rows))
 
 
-@ALL
+@MAPPED
 def test_a_gradient_of_vmap_is_that_of_a_loop(name, backend):
     f, w = loss(name, backend), torch.stack([tokens(), tokens(1)])
     mapped = torch.func.grad(lambda w: torch.func.vmap(f)(w).sum())(w)
     torch.testing.assert_close(mapped, torch.stack([gradient(name, backend, one) for one in w]))
 
 
-@ALL
+@MAPPED
 @pytest.mark.parametrize("requires_grad", seldom({"constant": False, "leaf": True}, "leaf"))
 def test_vmap_equals_a_loop(name, backend, requires_grad):
     f, w = function(name, backend), torch.stack([tokens(), tokens(1)]).requires_grad_(requires_grad)

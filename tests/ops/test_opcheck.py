@@ -218,10 +218,10 @@ def marks(name):
 def test_opcheck(name):
     op, make = OPCHECKS[name]
     args = make()
-    if not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-        # The Autograd part of opcheck wants an input that asks for a gradient; caches never do.
-        utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    else:
-        utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    utils = ["test_schema", "test_faketensor"]
+    if not (name.endswith("-triton") and home("triton") == "cpu"):  # compilers see a name, which others have too
+        utils.append("test_aot_dispatch_dynamic")
+    if any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):  # caches never do
+        utils.append("test_autograd_registration")
     overload = getattr(torch.ops.crate_kernels, op.__name__).default
     torch.library.opcheck(overload, args, test_utils=utils)

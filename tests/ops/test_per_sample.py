@@ -5,7 +5,7 @@ import torch
 from torch.func import grad, vmap
 
 from crate_kernels import ista, ista_overcomplete, mssa, tssa
-from tests.ops.common import VARIATION, backends, offsets, padding, randn, seldom
+from tests.ops.common import SELDOM, VARIATION, backends, offsets, padding, randn, seldom
 
 W = randn(3, 2, 4, 2, 8).float().transpose(2, 3)  # (samples, batch, heads, tokens, channels)
 X = randn(3, 2, 4, 8, seed=1).float()
@@ -33,8 +33,7 @@ CALLS = {
 }
 # Those whose backward is one call too. The others have one a sample, for the gradient of a parameter.
 ONE_BACKWARD = {"mssa", "mssa-lse", "mssa-pad", "ista", "ista-soft", "ista-one-token"}
-FEW = {"mssa", "tssa", "tssa-causal", "ista", "ista_overcomplete"}
-FEWEST = {"mssa", "tssa-causal", "ista_overcomplete"}
+FEW = {"mssa", "tssa-causal", "ista_overcomplete"}
 pytestmark = pytest.mark.usefixtures("plain_backend")
 
 
@@ -55,7 +54,8 @@ def each(names, often, beside=()):
     )
 
 
-CASES, FEWER_CASES = (each(CALLS, often, ["plain"]) for often in (FEW, FEWEST))
+CASES = each(CALLS, FEW, ["plain"])
+OF_PARAMETERS = each([name for name, (_, tensors, _) in CALLS.items() if len(tensors) > 1], FEW)
 
 
 def losses(name, backend):
@@ -87,18 +87,16 @@ def test_gradients_of_samples_with_shared_parameters(name, backend):
     torch.testing.assert_close(found, one_by_one(loss, tensors, in_dims))
 
 
-@FEWER_CASES
+@OF_PARAMETERS
 def test_gradients_of_samples_with_parameters_of_their_own(name, backend):
     loss, tensors, places = losses(name, backend)
     in_dims = (0,) * len(tensors)
     torch.testing.assert_close(vmap(grad(loss, places))(*tensors), one_by_one(loss, tensors, in_dims))
 
 
-@FEWER_CASES
+@OF_PARAMETERS
 def test_gradients_of_parameters_over_shared_tokens(name, backend):
     loss, tensors, places = losses(name, backend)
-    if len(tensors) == 1:
-        pytest.skip("needs an operator with a parameter beside its tokens")
     in_dims = (None, *(0 for _ in tensors[1:]))
     found = vmap(grad(loss, places), in_dims)(*given(tensors, in_dims))
     torch.testing.assert_close(found, one_by_one(loss, tensors, in_dims))
@@ -121,13 +119,14 @@ def test_one_call_serves_the_samples_of_shared_parameters(name, monkeypatch):
     assert len(sizes) == 1 + (1 if name in ONE_BACKWARD else len(W))
 
 
-@FEWER_CASES
+@CASES
 def test_no_samples_have_empty_gradients(name, backend):
     loss, tensors, places = losses(name, backend)
     found = vmap(grad(loss, places))(*(t[:0] for t in tensors))
     assert [g.shape for g in found] == [t[:0].shape for t in tensors]
 
 
+@SELDOM
 @pytest.mark.parametrize("backend", [p.values[0] for p in backends("mssa") if p.values[1] == "cpu"])
 def test_each_sample_may_have_a_mask(backend):
     def loss(w, keep):
@@ -139,6 +138,7 @@ def test_each_sample_may_have_a_mask(backend):
     torch.testing.assert_close(one, torch.stack([grad(loss)(W[0], keep) for keep in KEEP]))
 
 
+@SELDOM
 @pytest.mark.parametrize("backend", [p.values[0] for p in backends("mssa") if p.values[0] in ("cpp", "triton")])
 def test_dropout_of_samples_is_what_randomness_says(backend):
     def loss(w):
@@ -184,7 +184,7 @@ OF_OFFSETS = {
 ROWS = W[:, 0].transpose(1, 2)  # (samples, tokens, heads, channels)
 
 
-@each(OF_OFFSETS, FEWEST)
+@each(OF_OFFSETS, {"tssa-causal"})
 def test_each_sample_may_have_offsets(name, backend):
     def loss(w, cu):
         return OF_OFFSETS[name](w, cu, backend=backend).sin().sum()
@@ -207,7 +207,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("wrong", "longest", "says"), seldom(BAD, "falls"))
-@each(["mssa", "tssa"], FEWEST)
+@each(["mssa", "tssa"], FEW)
 def test_offsets_of_a_sample_are_checked(name, backend, wrong, longest, says):
 
     def loss(w, cu):
