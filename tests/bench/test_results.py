@@ -316,6 +316,7 @@ OPTIONS = {
     "one op": (["--quick", "--op", "ista"], {"ista"}, {"fp32"}),
     "ops": (["--op", "ista", "--op", "tssa"], {"ista", "tssa"}, {"fp32", "bf16"}),
     "dtype": (["--quick", "--dtype", "bf16"], {"ista", "tssa"}, {"bf16"}),
+    "backend": (["--quick", "--backend", "composite"], {"ista", "tssa"}, {"fp32"}),
 }
 
 
@@ -333,7 +334,7 @@ def test_what_bench_times(options, ops, dtypes, bench, monkeypatch):
     assert {row.op for row in seen} == ops
     assert {row.dtype for row in seen} == dtypes
     assert {row.direction for row in seen} == {"forward", "both"}
-    quick = {"eager", "sdpa", *providers.OURS}
+    quick = {"eager", "sdpa", *(["composite"] if "--backend" in options else providers.OURS)}
     every = {provider.name for op in ops for provider in providers.of(op)} - {providers.DEFAULT}
     assert {row.provider for row in seen} == (every & quick if "--quick" in options else every)
     keys = [row.key for row in seen]
