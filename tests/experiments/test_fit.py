@@ -91,8 +91,7 @@ def test_what_a_fit_is_by_default():
 
 
 @pytest.mark.parametrize(
-    ("warmup", "wanted"),
-    [(0, [1, 0.75, 0.25]), (1, [1, 1, 0.5]), (2, [0.5, 1, 1]), (3, [1 / 3, 2 / 3, 1])],
+    ("warmup", "wanted"), [(0, [1, 0.75, 0.25]), (1, [1, 1, 0.5]), (2, [0.5, 1, 1]), (3, [1 / 3, 2 / 3, 1])]
 )
 def test_the_rate_of_each_step(warmup, wanted):
     fit, rates = small(3, warmup), []

@@ -14,15 +14,6 @@ from crate_kernels.experiments.icl.settings import PRESETS
 SETTINGS = replace(PRESETS["quick"], dims=4, examples=9, nonzeros=2)
 
 
-def test_published_settings():
-    paper = PRESETS["paper"]
-    assert (paper.dims, paper.nonzeros, paper.batch_size, paper.steps, paper.tests) == (20, 3, 64, 50_000, 1280)
-    assert (paper.dim, paper.heads, paper.depth) == (128, 8, 32)
-    assert {name: each["depth"] for name, each in models(paper).items()} == {
-        "AoT-MSSA": 32, "AoT-MHSA": 32, "transformer": 16
-    }  # fmt: skip
-
-
 def test_where_a_model_starts():
     trial: Any = SimpleNamespace(seed=0, backend=None, device=torch.device("cpu"))
     paired, plain = (fresh(trial, replace(SETTINGS, paired=each, derived=each), "AoT-MSSA") for each in (True, False))
@@ -87,7 +78,7 @@ def test_least_squares_is_exact_from_as_many_examples_as_unknowns():
     assert told[1] > 0.05
 
 
-def test_a_guess_of_zero_has_error_one(run, metrics, monkeypatch):
+def test_a_guess_of_zero_has_error_one(run, undrawn, metrics, monkeypatch):
     quick = replace(PRESETS["quick"], dims=4, nonzeros=1, tests=4096)
     monkeypatch.setitem(PRESETS, "quick", quick)
     *_, folder = run("icl")

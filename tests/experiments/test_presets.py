@@ -42,10 +42,7 @@ def built(subcommand, settings, digits) -> dict[str, Any]:
 
 
 DIGITS, MAE = (0, 2, 3, 5, 7, 8), ((1e2, 1e3), (0, 2, 3, 4, 5, 7, 8))
-THEOREM = (
-    (512, 4, 64, 256, 0.03, 0.5, 10, 0.6, "unscaled", 6),
-    (128, 2, 32, 64, 0.03, 0.5, 10, 0.6, "unscaled", 4),
-)
+THEOREM = ((512, 4, 64, 256, 0.03, 0.5, 10, 0.6, "unscaled", 6), (128, 2, 32, 64, 0.03, 0.5, 10, 0.6, "unscaled", 4))
 
 
 def figure(tokens, clusters, rank, dim, layers):
@@ -149,14 +146,6 @@ def test_mixtures_have_room_for_their_subspaces(preset):
     smallest = min(settings.softmax, key=lambda mixture: mixture.dim)
     few = replace(smallest, layers=1, tokens=4 * smallest.clusters)
     assert denoise(few, 0, torch.device("cpu"), None).isfinite().all()
-
-
-def test_the_books_digits():
-    paper = presets("redunet")["paper"]
-    assert (paper.samples, paper.noise, paper.layers, paper.eta, paper.eps) == (500, 0.1, 2000, 0.5, 0.1)
-    assert (len(paper.digits), paper.images, paper.tests) == (10, 10, 10)
-    assert (paper.channels, paper.timesteps, paper.polar_layers) == (15, 200, 40)
-    assert (paper.kernels, paper.kernel_size, paper.turns) == (20, 5, 20)
 
 
 def test_looks_are_epochs():

@@ -61,7 +61,7 @@ def test_published_settings_are_a_preset(verb, capsys):
 
 
 @pytest.mark.parametrize("verb", TRAINED)
-def test_an_interrupted_training_goes_on(verb, run, monkeypatch, metrics):
+def test_an_interrupted_training_goes_on(verb, run, undrawn, monkeypatch, metrics):
     taken, inner = [], Fit.step
 
     def interrupted(self):
@@ -147,7 +147,7 @@ def test_a_folder_that_another_run_has_is_refused(run, monkeypatch):
     assert list(folder.iterdir()) == []
 
 
-def test_another_run_is_not_overwritten(run):
+def test_another_run_is_not_overwritten(run, undrawn):
     *_, folder = run("mae")
     before = (folder / "crate-mae.checkpoint").read_bytes()
     status, printed, _ = run("mae", "--seed", "3")

@@ -36,8 +36,8 @@ def files_left(folder):
     return [path.name for path in files if not path.parts[0].startswith("objects-")]
 
 
-def assert_one_of_three_builds(environment):
-    """Build in three processes at once: one compiles, the others wait and use its result."""
+def assert_one_of_two_builds(environment):
+    """Build in two processes at once: one compiles, the other waits and uses its result."""
     root = str(Path(_build.__file__).parents[2])
     command = [sys.executable, "-m", "crate_kernels", "build"]
 
@@ -45,8 +45,8 @@ def assert_one_of_three_builds(environment):
         own = {**environment, "PYTHONPATH": root}
         return subprocess.run(command, env=own, capture_output=True, text=True, timeout=120)
 
-    with ThreadPoolExecutor(3) as pool:
-        results = list(pool.map(build, range(3)))
-    assert [r.returncode for r in results] == [0, 0, 0], results
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(build, range(2)))
+    assert [r.returncode for r in results] == [0, 0], results
     assert sum("compiled in" in r.stdout for r in results) == 1
-    assert sum("already there" in r.stdout for r in results) == 2
+    assert sum("already there" in r.stdout for r in results) == 1

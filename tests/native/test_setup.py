@@ -25,10 +25,7 @@ def compiling(folder, target, *args):
     target.write_bytes(b"compiled")
 
 
-BUILDS = {
-    "nothing-compiled": (failing, (), "py3-none-any"),
-    "extension": (compiling, ("_cpu.so",), "py3-none-(?!any)"),
-}
+BUILDS = {"nothing-compiled": (failing, (), "py3-none-any"), "extension": (compiling, ("_cpu.so",), "py3-none-(?!any)")}
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def test_the_demo_from_digits_to_report_which_other_settings_do_not_overwrite(de
 
 
 @pytest.mark.exhaustive
-def test_a_finished_run_is_not_trained_again_unless_told(demo):
+def test_a_finished_run_is_not_trained_again_unless_told(demo, undrawn):
     demo()
     status, out, _, folder = demo()
     assert status == 0
@@ -89,7 +89,7 @@ def test_a_finished_run_is_not_trained_again_unless_told(demo):
     assert json.loads((folder / "metrics.json").read_text())["training_seconds"] > 0
 
 
-def test_an_interrupted_demo_goes_on(demo, monkeypatch):
+def test_an_interrupted_demo_goes_on(demo, undrawn, monkeypatch):
     steps = Training.step
 
     def interrupted(self):
@@ -111,7 +111,7 @@ def test_an_interrupted_demo_goes_on(demo, monkeypatch):
 
 
 @pytest.mark.parametrize("factor", [1.001, float("nan")])
-def test_a_wrong_operator_fails_the_demo(factor, demo, monkeypatch):
+def test_a_wrong_operator_fails_the_demo(factor, demo, undrawn, monkeypatch):
     composite = backends.kernel("ista", "composite")
     inner = composite.forward
     monkeypatch.setattr(composite, "forward", lambda *args: inner(*args) * factor)
