@@ -1,6 +1,7 @@
 """Every preset builds what it says, in the published sizes where it is called after the paper, and takes a step."""
 
 from dataclasses import astuple, replace
+from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -27,8 +28,10 @@ def presets(subcommand):
     return import_module(f"crate_kernels.experiments.{subcommand}.settings").PRESETS
 
 
-def built(subcommand, settings, digits) -> dict[str, Any]:
+@cache  # some are looked at several times, by tests whose digits are the same
+def built(subcommand, preset) -> dict[str, Any]:
     """The models of a subcommand by name, without memory for their weights."""
+    settings, digits = presets(subcommand)[preset], data.load()
     with torch.device("meta"):
         if subcommand == "icl":
             return {name: icl.fresh(META, settings, name) for name in icl.models(settings)}
@@ -101,8 +104,7 @@ def test_there_are_three(subcommand):
 @pytest.mark.parametrize("preset", ["default", "paper", "quick"])
 @pytest.mark.parametrize("subcommand", ["icl", "layers", "classify", "mae", "language"])
 def test_a_preset_builds_its_models(subcommand, preset, small):
-    settings = presets(subcommand)[preset]
-    found = built(subcommand, settings, data.load())
+    found = built(subcommand, preset)
     assert found
     for model in found.values():
         parameters = list(model.parameters())
@@ -131,7 +133,7 @@ LAYERS = {
 @pytest.mark.parametrize(("subcommand", "name"), LAYERS)
 def test_the_papers_layers(subcommand, name, small):
     published, path = LAYERS[subcommand, name]
-    ours = built(subcommand, presets(subcommand)["paper"], data.load())[name]
+    ours = built(subcommand, "paper")[name]
     with torch.device("meta"):
         theirs: Any = models.create(published)
     assert shapes(ours.get_submodule(path)) == shapes(theirs.get_submodule(path))
