@@ -1,6 +1,6 @@
 // The full form for sizes that the compiler knows, on sm_90a: clusters that stay on their multiprocessors and take one
 // sequence after another. As in full.cuh a cluster has the tokens of a sequence in shared memory, but here they come by
-// bulk copies, those of the next sequence while one is computed if there is room for both.
+// bulk copies, those of the next sequence while one is computed if shared memory holds both.
 //
 // A thread has one vector of 8 channels, of every kGroups-th token of its block, in every pass. Its sums over tokens
 // stay in registers. Sums over channels are one number a vector, put down and added up by head for a few tokens at a
@@ -16,7 +16,8 @@
 
 namespace crate_kernels {
 
-// BUFFERS: sequences that have room. MASKED: the call has a padding mask. TOGETHER: clusters that share a sequence.
+// BUFFERS: sequences in shared memory at a time. MASKED: the call has a padding mask. TOGETHER: clusters that share a
+// sequence.
 template <class T_, int HEADS, int HEAD_DIM, int CLUSTER, int THREADS, int BUFFERS, bool MASKED, int TOGETHER = 1>
 struct TssaSizes {
   using T = T_;

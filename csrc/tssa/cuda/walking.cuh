@@ -1,6 +1,6 @@
 // The causal form for sizes that the compiler knows, on sm_90a: clusters that walk through one sequence after another.
 // A step is of p.chunk_size tokens a block, which lie in shared memory from the first sum to the last result; those of
-// the next step come meanwhile, if there is room for both.
+// the next step come meanwhile, if it holds both.
 //
 // A thread has one vector of 8 channels of p.chunk_size / kGroups tokens, which follow one another. It adds up its own
 // tokens; what is before or behind them is added by channel: the sequence so far, in fp64, then the cluster's blocks in

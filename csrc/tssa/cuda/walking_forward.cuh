@@ -45,14 +45,16 @@ struct TssaWalkingFetch {
   CRATE_DEVICE void wait(int buffer, uint32_t phase) const { mbarrier_wait(barrier(buffer), phase); }
 };
 
-// The first key of a sequence; infinity: there is none. For the first warp.
-CRATE_DEVICE float find_first_key(const TssaProblem& p, int index) {
+// The first key of a sequence, or its length. For the first warp.
+CRATE_DEVICE int find_first_key(const TssaProblem& p, int index) {
   const TssaSpan s = sequence_of(p, index);
   const TssaMask key_mask = key_mask_of(p, s);
-  float first = INFINITY;
-  for (int n = threadIdx.x; n < s.count && first == INFINITY; n += kWarp)
-    if (key_mask(n, 0)) first = static_cast<float>(n);
-  return -warp_max(-first);
+  int first = s.count;
+  for (int n = threadIdx.x; n < first; n += kWarp)
+    if (key_mask(n, 0)) first = n;
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) first = min(first, __shfl_xor_sync(kAllLanes, first, step));
+  return first;
 }
 
 template <class T, int HEADS, int HEAD_DIM, int CLUSTER, int THREADS, int BUFFERS, bool MASKED>
@@ -63,8 +65,9 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_causal_fwd_walkin
   const Shared at(p.chunk_size);
   float* const memory = reinterpret_cast<float*>(shared_memory());
   float *const first = memory + Shared::kFirst, *const second = memory + Shared::kSecond,
-               *const first_key = memory + Shared::kFacts, *const members = memory + at.members,
-               *const key_weights = memory + at.key_weights, *const scratch = memory + at.scratch;
+               *const members = memory + at.members, *const key_weights = memory + at.key_weights,
+               *const scratch = memory + at.scratch;
+  int* const first_key = reinterpret_cast<int*>(memory + Shared::kFacts);
   double* const energies = reinterpret_cast<double*>(memory + Shared::kEnergies);
   double* const moments = reinterpret_cast<double*>(memory + Shared::kMoments);
   const TssaVectorOf<S> v;
@@ -86,7 +89,7 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_causal_fwd_walkin
     put_key_weights<S>(p, s, key_weights);
     if constexpr (MASKED) {
       if (start && threadIdx.x < kWarp) {
-        const float from = find_first_key(p, s.index);
+        const int from = find_first_key(p, s.index);
         if (threadIdx.x == 0) *first_key = from;
       }
       __syncthreads();
@@ -134,7 +137,7 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_causal_fwd_walkin
     const TssaRows stored = rows_of(p, f.membership, s);
     each_row<S>(rows, [&](int n, int head, bool own_row) {
       const int64_t position = s.first + n;
-      const bool seen = !MASKED || static_cast<float>(position) >= *first_key;
+      const bool seen = !MASKED || position >= *first_key;
       // Only padded tokens, whose output is not read, are past the end.
       const float* const bias = f.bias == nullptr ? nullptr : f.bias + min(position, f.bias_tokens - 1);
       const auto similarity = [&](int h, float ratios) {

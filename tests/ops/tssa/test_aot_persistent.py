@@ -96,7 +96,7 @@ RECORDED = {
     "forward-768-channels-cluster-of-16": (80, 2889, 175264, 1),
     "walking-768-channels": (72, 3997, 114080, 2),
     "walking-768-channels-fp16": (80, 3966, 131424, 1),
-    "walking-768-channels-padded": (70, 4388, 114080, 2),
+    "walking-768-channels-padded": (70, 4382, 114080, 2),
     "walking-1024-channels": (80, 4000, 120048, 1),
     "walking-384-channels": (64, 3840, 74144, 3),
     "walking-back-768-channels": (154, 6459, 178160, 1),
