@@ -12,7 +12,7 @@ from crate_kernels.ops.ista.triton import bits, tables  # noqa: E402
 from crate_kernels.ops.ista.triton.product import Epilogue, product  # noqa: E402
 from tests.cuda import compilers, resources  # noqa: E402
 from tests.ops.ista.aot import HALF, SINGLE, step  # noqa: E402  # only where Triton compiles
-from tests.tools.sass import listing  # noqa: E402
+from tests.tools.aot import listing  # noqa: E402
 
 ALL, HOPPER = tuple(harness.TARGETS), ("sm_90",)
 FORWARD, BACKWARD = slice(0, 1), slice(1, None)

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from crate_kernels._triton import launch as _launch
-from tests.tools.sass import listing
+from tests.tools.aot import listing
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import triton
 
-from tests.tools.aot import families, harness
-from tests.tools.sass import listing
+from tests.tools.aot import families, harness, listing
 
 RECORDED = Path(__file__).with_name("figures.json")
 VERSION = ".".join(triton.__version__.split(".")[:2])
@@ -32,13 +31,13 @@ def step(launch):
 
 
 def examine(launch, target):
-    """Return (figures of a launch, its cubin); "instructions" are of a trip of its main loop."""
+    """Return (figures of a launch, its cubin)."""
     assembled = harness.assemble(launch, target)
     registers, stack = harness.nvidia_resources(assembled.compiled)
     function = harness.listed(launch, target)
     return {
         "kernel": step(launch),
-        "instructions": len(listing.main_loop(function)),
+        "instructions": len(function.instructions),
         "registers": registers,
         "spills": stack,
         "serialised": listing.serialised(function),

@@ -6,8 +6,7 @@ from tests.tools.aot import harness
 
 harness.needs_compiler()
 
-from tests.tools.aot import families  # noqa: E402  # only where Triton compiles
-from tests.tools.sass import listing  # noqa: E402
+from tests.tools.aot import families, listing  # noqa: E402  # only where Triton compiles
 
 # kernel: why no thread of it loads, or stores, 16 bytes at once. Neighbouring threads have neighbouring numbers in all.
 NARROW = {

@@ -1,0 +1,78 @@
+"""Read nvdisasm's listing: the instructions of each function, and what of them waits or moves too little at once."""
+
+import re
+from dataclasses import dataclass
+
+_SECTION = re.compile(r"^\.text\.(\S+):")
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
+_GLOBAL = ("LDG", "LDGSTS", "STG")
+_BITS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}  # of an access; others have 32
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction: its name with modifiers, and its operands."""
+
+    opcode: str
+    operands: tuple[str, ...]
+
+    @property
+    def name(self):
+        """The name without modifiers."""
+        return self.opcode.partition(".")[0]
+
+    @property
+    def modifiers(self):
+        return self.opcode.split(".")[1:]
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function's instructions, without those that fill up the end."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+
+def functions(text):
+    """List the functions of a listing."""
+    found = []
+    for line in text.splitlines():
+        if section := _SECTION.match(line):
+            found.append((section[1], []))
+        elif found and (match := _INSTRUCTION.match(line)):
+            operands = tuple(part.strip() for part in match[2].split(",")) if match[2].strip() else ()
+            found[-1][1].append(Instruction(match[1], operands))
+    return [Function(name, tuple(_without_padding(instructions))) for name, instructions in found]
+
+
+def _without_padding(instructions):
+    while instructions and instructions[-1].name == "NOP":
+        instructions = instructions[:-1]
+    return instructions
+
+
+def serialised(function):
+    """Count the warp-group products that wait for the one before, into the same sum."""
+    last, waited, count = None, False, 0
+    for one in function.instructions:
+        if one.name == "WARPGROUP" and "DEPBAR" in one.modifiers and one.operands[-1] == "0x0":
+            waited = last is not None
+        elif one.name.endswith("GMMA"):
+            count += waited and one.operands[0] == last and "RZ" not in one.operands
+            last, waited = one.operands[0], False
+    return count
+
+
+def accesses(function):
+    """List the instructions that load from global memory or store to it."""
+    return [one for one in function.instructions if one.name in _GLOBAL]
+
+
+def widths(function):
+    """Return the bits that each access to global memory moves, by "load" and "store"."""
+    found = {}
+    for one in accesses(function):
+        bits = next((_BITS[word] for word in one.modifiers if word in _BITS), 32)
+        found.setdefault("store" if one.name == "STG" else "load", []).append(bits)
+    return found
