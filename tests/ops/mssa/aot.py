@@ -61,3 +61,9 @@ def between(backward, seqlen, head_dim, dtype=HALF, causal=False, padded=False, 
     seed = torch.empty((), dtype=torch.int64, device="meta") if dropout_p else None
     call = rectangular.RectangularCall(causal=causal, scale=head_dim**-0.5, seed=seed, dropout_p=dropout_p)
     return lambda: (blocks.backward if backward else blocks.forward)(rows, columns, call)
+
+
+def delta(seqlen, head_dim, dtype=HALF):
+    """Return a call of the delta of a range."""
+    dout = _empty(4, 12, seqlen, head_dim, dtype)
+    return lambda: blocks.delta(dout, dout)

@@ -10,7 +10,7 @@ from tests.tools.aot import harness
 harness.needs_compiler()
 
 from crate_kernels.ops.mssa.triton.tile import split_dims  # noqa: E402  # only where Triton compiles
-from tests.ops.mssa.aot import HALF, SINGLE, backward, between, decode, forward  # noqa: E402  # only where Triton compiles
+from tests.ops.mssa.aot import HALF, SINGLE, backward, between, decode, delta, forward  # noqa: E402  # only where Triton compiles
 
 PRODUCTS = ("_mssa_fwd_kernel", "_mssa_bwd_kernel", "_mssa_rectangular_bwd_kernel")
 # name: (call, targets, whether nothing may spill on harness.STRICT: 16-bit tokens, head_dim <= 128)
@@ -52,6 +52,8 @@ COVERING = {
     "backward-threshold-lse": (backward(1024, 64, threshold=0.6, dlse=True), HOPPER, True),
     "between-64-causal": (between(False, 4096, 64, causal=True), ("sm_80", "sm_100"), True),
     "between-64-causal-backward": (between(True, 4096, 64, causal=True), ("sm_90", "gfx942"), True),
+    "between-64-backward-fp16": (between(True, 4096, 64, torch.float16), HOPPER, True),
+    "between-64-delta": (delta(4096, 64), HOPPER, True),
     "decode-64": (decode(1, 64), ALL, True),
     "decode-128-padded": (decode(8, 128, padded=True), HOPPER, True),
     "decode-blocks": (decode(512, 64), HOPPER, True),

@@ -38,3 +38,9 @@ def test_within_budget(name):
 def test_a_delta_that_cancels(name, dtype):
     case = test_cancelling.CASES[name]
     assert test_cancelling.worst(case, dtype, "triton", home("triton"), ranges.gradient) < 1
+
+
+def test_small_gradients_of_long_tokens():
+    """Gradients of scores are 3e-8 here, half of fp16's smallest number."""
+    found = test_cancelling.worst(test_cancelling.SMALL, torch.float16, "triton", home("triton"), ranges.gradient)
+    assert found < 1

@@ -27,6 +27,7 @@ from crate_kernels.ops.mssa.triton import tables, tile
 from crate_kernels.ops.mssa.triton.delta import _mssa_bwd_delta_kernel
 from crate_kernels.ops.mssa.triton.head import Scores, find_head, largest, tokens_of
 from crate_kernels.ops.mssa.triton.launch import HeadSizes, strided
+from crate_kernels.ops.mssa.triton.raised import factor_of, norms_of
 from crate_kernels.ops.mssa.triton.rows import empty_state, finish, walk_keys
 from crate_kernels.ops.mssa.triton.terms import BackwardInputs, GradientTerms, load_block, walk
 
@@ -76,10 +77,11 @@ def _mssa_rectangular_fwd_kernel(
 
 
 # Sizes vary per call: do not specialise on them.
-@triton.jit(do_not_specialize=[*_SIZES, "num_j", "num_m"])
+@triton.jit(do_not_specialize=[*_SIZES, "num_j", "num_m", "row_num_m"])
 def _mssa_rectangular_bwd_kernel(
     w, g, dw, lse_ptr, delta_ptr, dlse_ptr, row_mask_ptr,
     column_w, column_g, column_lse_ptr, factor_ptr, column_delta_ptr, column_dlse_ptr, extent_ptr,
+    norms_ptr, row_norms_ptr, row_num_m,
     nheads, rows, columns, offset, start, first_head, all_heads, call, num_j, num_m,
     BLOCK_J: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +101,13 @@ def _mssa_rectangular_bwd_kernel(
     at = find_head(pid // num_j, nheads, columns).row
     w, g = tokens_of(head, column_w), tokens_of(head, column_g)
     dlse_at = column_dlse_ptr + at if TERMS.HAS_DLSE else column_lse_ptr
-    inputs = BackwardInputs(w, g, column_lse_ptr + at, factor_ptr + at, column_delta_ptr + at, dlse_at, 1.0)
+    raised = 1.0
+    if TERMS.RAISED:
+        heads, number = tl.num_programs(0) // num_j, head.number.to(tl.int64)
+        of_g, of_w = norms_of(row_norms_ptr + number * row_num_m, heads * row_num_m, row_num_m)
+        more_g, more_w = norms_of(norms_ptr + number * num_m, heads * num_m, num_m)
+        raised = factor_of(tl.maximum(of_g, more_g), tl.maximum(of_w, more_w), call, FORM)
+    inputs = BackwardInputs(w, g, column_lse_ptr + at, factor_ptr + at, column_delta_ptr + at, dlse_at, raised)
     scores = _scores_of_range(head, columns, start, columns, first_head, all_heads, call.mask_ptr, call, FORM)
     extent = 0.0
     if TERMS.DERIVED:
@@ -107,6 +115,8 @@ def _mssa_rectangular_bwd_kernel(
         extent = largest(extent_ptr + head.number.to(tl.int64) * num_m, num_m)
     acc = tile.zeros(BLOCK_J, FORM)  # (BLOCK_J, HEAD_DIM)
     acc = walk(acc, own, inputs, scores, extent, offset + start_j, BLOCK_J, FORM, TERMS)
+    if TERMS.RAISED:
+        acc = tile.scale(acc, tl.zeros((BLOCK_J,), tl.float32) + 1.0 / raised)
     offs_j = start_j + tl.arange(0, BLOCK_J)
     tile.store(tokens_of(head, dw), acc, offs_j, offs_j < rows, FORM)
 
@@ -208,6 +218,38 @@ def delta(dout: Tensor, out: Tensor) -> Tensor:
 _MASKED_ROWS = 32  # rows per tile where masks cut, and with dropout
 
 
+def _note(tokens: RangeTokens, shift: Tensor, lse: Tensor | None, raised: bool) -> dict[str, Any]:
+    """Return what one launch finds of the tokens of a range, as arguments of a backward.
+
+    Of ``lse``, unless None: exp(-lse), and the largest |lse| of blocks. ``raised``: largest norms of blocks, in which
+    ``shift``, what is subtracted from the products of gradients, counts as a gradient of lse does.
+    """
+    sizes = HeadSizes(tokens.w, whole.MSSACall())
+    num_m, w = sizes.blocks(_DELTA_ROWS), strided(tokens.w)
+    found = {
+        "factor_ptr": shift if lse is None else torch.empty_like(lse),
+        "extent_ptr": shift if lse is None else shift.new_empty(sizes.heads, num_m),
+        "norms_ptr": shift.new_empty(2, sizes.heads, num_m) if raised else None,
+        "num_m": num_m,
+    }
+    if raised or lse is not None:
+        launch.run(
+            _mssa_bwd_delta_kernel,
+            sizes.heads * num_m,
+            g=w if tokens.dout is None else strided(tokens.dout),
+            out=w,  # not read
+            w=w,
+            lse_ptr=lse,
+            delta_ptr=shift,  # not written
+            dlse_ptr=shift if raised else None,
+            **found,
+            **sizes.arguments(),
+            DELTA="passed" if raised else "",
+            FORM=sizes.form(_DELTA_ROWS, _DELTA_ROWS),
+        )
+    return found
+
+
 def backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> Tensor:
     """Return what the columns, as keys and as queries, add to the gradient of the rows, in fp32."""
     op_checks.backward(rows, columns, call)
@@ -224,35 +266,18 @@ def backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> 
     sizes = _sizes(columns.w, _mask(columns) if padded else None, call, call.causal)
     config = dict(tables.BACKWARD.config(w.device, sizes.head_dim, sizes.seqlen, call.causal, w.dtype))
     # One exponential is as exact as two in 16 bits only: without the subtraction, s is rounded as a power of two.
-    derived = bool(config.pop("DERIVED")) and w.dtype != torch.float32 and call.scale > 0 and not sizes.call.masked
+    chosen, raised = config.pop("DERIVED"), w.dtype == torch.float16
+    derived = chosen > 0 and w.dtype != torch.float32 and call.scale > 0 and not sizes.call.masked
+    if chosen > 1 and raised:
+        config.pop("maxnreg", None)  # chosen for the symmetric form, which has no factor
     block_i = config.pop("BLOCK_I")
     if call.seed is not None:
         block_i = min(block_i, _MASKED_ROWS)
-    num_j, num_m = cdiv(w.shape[2], config["BLOCK_J"]), sizes.blocks(_DELTA_ROWS)
+    num_j = cdiv(w.shape[2], config["BLOCK_J"])
     form = sizes.form(block_i, min(block_i if call.causal else sizes.tail(block_i), _MASKED_ROWS))
-    column_w, column_lse = strided(columns.w), column_lse.contiguous()
-    numbers = {
-        "factor_ptr": torch.empty_like(column_lse) if derived else column_lse,
-        "extent_ptr": column_lse.new_empty(sizes.heads, num_m) if derived else column_lse,
-        "num_m": num_m,
-    }
+    delta, column_delta, column_lse = delta.contiguous(), column_delta.contiguous(), column_lse.contiguous()
     with launch.guard(w.device):
-        if derived:
-            launch.run(
-                _mssa_bwd_delta_kernel,
-                sizes.heads * num_m,
-                g=column_w,
-                out=column_w,
-                w=column_w,
-                lse_ptr=column_lse,
-                delta_ptr=column_lse,  # not written
-                norms_ptr=None,
-                dlse_ptr=None,
-                **numbers,
-                **sizes.arguments(),
-                DELTA="",
-                FORM=form.unmasked._replace(BLOCK=_DELTA_ROWS, TAIL=_DELTA_ROWS),
-            )
+        noted = _note(rows, delta, None, raised)
         launch.run(
             _mssa_rectangular_bwd_kernel,
             sizes.heads * num_j,
@@ -261,18 +286,22 @@ def backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> 
             g=strided(dout),
             dw=strided(dw),
             lse_ptr=lse.contiguous(),
-            delta_ptr=delta.contiguous(),
+            delta_ptr=delta,
             dlse_ptr=dlse.contiguous() if apart else None,
             row_mask_ptr=_mask(rows) if padded else None,
-            column_w=column_w,
+            row_norms_ptr=noted["norms_ptr"],
+            row_num_m=noted["num_m"],
+            column_w=strided(columns.w),
             column_g=strided(column_dout),
             column_lse_ptr=column_lse,
-            column_delta_ptr=column_delta.contiguous(),
+            column_delta_ptr=column_delta,
             column_dlse_ptr=column_dlse.contiguous() if apart else None,
-            **numbers,
+            **_note(columns, column_delta, column_lse if derived else None, raised),
             num_j=num_j,
             FORM=form._replace(APART=True),
-            TERMS=GradientTerms(VALUES=True, SCORES=True, PRODUCTS=True, HAS_DLSE=apart, DERIVED=derived),
+            TERMS=GradientTerms(
+                VALUES=True, SCORES=True, PRODUCTS=True, HAS_DLSE=apart, DERIVED=derived, RAISED=raised
+            ),
             **config,
         )
     return dw

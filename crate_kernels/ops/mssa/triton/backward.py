@@ -34,7 +34,7 @@ from crate_kernels.ops.mssa.triton.delta import _mssa_bwd_delta_kernel
 from crate_kernels.ops.mssa.triton.divided import _mssa_bwd_divide_kernel
 from crate_kernels.ops.mssa.triton.head import find_head, largest, scores_of, tokens_of
 from crate_kernels.ops.mssa.triton.launch import HeadSizes, strided
-from crate_kernels.ops.mssa.triton.raised import factor_of
+from crate_kernels.ops.mssa.triton.raised import factor_of, norms_of
 from crate_kernels.ops.mssa.triton.terms import BackwardInputs, GradientTerms, load_block, walk
 
 
@@ -116,7 +116,8 @@ def _mssa_bwd_kernel(
     raised = 1.0
     if TERMS.RAISED:
         blocks = tl.num_programs(0) // num_j * num_m
-        raised = factor_of(norms_ptr + head.number.to(tl.int64) * num_m, blocks, num_m, call, FORM)
+        of_g, of_w = norms_of(norms_ptr + head.number.to(tl.int64) * num_m, blocks, num_m)
+        raised = factor_of(of_g, of_w, call, FORM)
     inputs = BackwardInputs(w, g, lse_ptr + at, factor_ptr + at, delta_ptr + at, dlse_at, raised)
     extent = 0.0
     if TERMS.DERIVED:
@@ -145,6 +146,8 @@ _MASKED_ROWS = 32  # rows per tile where masks cut, and with dropout: masks take
 _LEAST_SCALE = 2**-8
 _FEW = 16  # keys, of which one may have nearly all of an fp32 row's weight
 _DELTA_ROWS = 32  # rows per block of delta.py, each of which is multiplied with all of them
+_WIDE_DELTA_ROWS = 16  # of fp32 rows, whose products take the registers
+_WIDEST_GUARDED = 128  # channels of fp32 rows, beyond which two products more would spill
 _MOST_ROWS = 2048  # rows of a sequence for each of which one block is a program's, which reads L of the whole sequence
 
 
@@ -186,15 +189,16 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
         block_i = min(block_i, _MASKED_ROWS)
     num_j = sizes.blocks(block_j)
     each = cdiv(sizes.seqlen, _MOST_ROWS) if symmetric_form else 1
-    num_m = sizes.blocks(_DELTA_ROWS * each)
+    delta_rows = _WIDE_DELTA_ROWS if w.dtype == torch.float32 and sizes.head_dim > 64 else _DELTA_ROWS
+    num_m = sizes.blocks(delta_rows * each)
     g, lse = w if dout is None else dout, lse.contiguous()
     form = sizes.form(block_i, min(block_i if call.causal else sizes.tail(block_i), _MASKED_ROWS))
     # All forms share a kernel, except those that walk over keys.
     exact = call.seed is not None or wide or (dtype == torch.float32 and sizes.seqlen <= _FEW)
-    of_out = "out" if w.dtype == torch.float32 else "guarded"
+    of_out = "out" if w.dtype == torch.float32 and sizes.head_dim > _WIDEST_GUARDED else "guarded"
     delta = "threshold" if selects else "" if not products else "weights" if exact else of_out
     walks = delta in ("threshold", "weights", "guarded")
-    delta_form = (form if walks else form.unmasked)._replace(BLOCK=_DELTA_ROWS, TAIL=_DELTA_ROWS)
+    delta_form = (form if walks else form.unmasked)._replace(BLOCK=delta_rows, TAIL=delta_rows)
     numbers = {"lse_ptr": lse, "delta_ptr": torch.empty_like(lse), "num_m": num_m, **sizes.arguments()}
     shared = {**numbers, "g": strided(g), "w": strided(w), "factor_ptr": lse, "norms_ptr": None}
     dlse = None if dlse is None else dlse.contiguous()

@@ -7,8 +7,8 @@ subtracts delta from ``factor g_i.w_j``, and what the rounding took is multiplie
 
 from the products that it is subtracted from, by an online softmax, whose largest weight is exactly 1: two products per
 tile more than the five of the main kernel. So it is of fp32 tokens with few keys, and of fp16 ones that a tiny scale
-multiplies: they may be so large that g_i . out_i is mostly the rounding of out. Of other 16-bit tokens so are the rows
-where that rounding would show in dw, by blocks: csrc/mssa/cpu/row_stats.h has the measure of it.
+multiplies: they may be so large that g_i . out_i is mostly the rounding of out. Of other tokens so are the rows where
+that rounding would show in dw, by blocks: csrc/mssa/cpu/row_stats.h has the measure of it.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -63,7 +63,7 @@ def _delta_of_weights(g, w, scores, start_m, BLOCK: tl.constexpr, FORM: tl.const
 
 # The rounding of out that dw bears, in units of 0.2 eps and of the largest |g| of a block.
 _MOST_ROUNDING = tl.constexpr(2.0)
-_BF16, _FP16 = tl.constexpr(0.2 * 2**-7), tl.constexpr(0.2 * 2**-10)
+_BF16, _FP16, _FP32 = tl.constexpr(0.2 * 2**-7), tl.constexpr(0.2 * 2**-10), tl.constexpr(0.2 * 2**-23)
 
 
 @triton.jit
@@ -82,7 +82,8 @@ def _guarded(delta, g, h, out, w, lse, scores, start_m, BLOCK: tl.constexpr, FOR
             # Where a row's own weight is nearly all, out is its token.
             own = tile.row_products(w_m, w_m) * scores.call.qk_scale  # (BLOCK,)
             rest = tl.maximum(lse - (-own if FORM.NEGATIVE else own), 0.0) + tl.abs(lse) * 2.0**-23
-            shows = shows & (2.0 * rest * rounding > most * (_BF16 if w_m[0].dtype == tl.bfloat16 else _FP16))
+            least = _BF16 if w_m[0].dtype == tl.bfloat16 else _FP16 if w_m[0].dtype == tl.float16 else _FP32
+            shows = shows & (2.0 * rest * rounding > most * least)
         if tl.max(shows.to(tl.int32), 0) > 0:
             delta = tl.where(shows, _delta_of_weights(h, w, scores, start_m, BLOCK, FORM), delta)
     return delta
@@ -121,7 +122,7 @@ def _mssa_bwd_delta_kernel(
     Without lse, delta alone. "out": the product of g and out; "weights": the sum over the row's weights; "guarded": the
     product, or where its rounding would show the sum. "threshold":
     what a forward compares its weights with, in place of delta, and the maximum that they are below, in place of
-    exp(-lse). With norms, those of raised.py too.
+    exp(-lse). With norms, those of raised.py too; "passed": of g, but no delta, which counts as a gradient of lse.
     """
     BLOCK_M: tl.constexpr = FORM.BLOCK
     pid = tl.program_id(0)
@@ -147,7 +148,7 @@ def _mssa_bwd_delta_kernel(
             dlse = tl.load(dlse_ptr + head.row + offs_m, mask=mask_m, other=0.0)
         w_m = tile.load(tokens_of(head, w), offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
         note_norms(norms_ptr + pid, tl.num_programs(0), of_g, w_m, dlse)
-    if DELTA != "":
+    if DELTA != "" and DELTA != "passed":
         g_m = tile.load(tokens_of(head, g), offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
         scores = scores_of(head, seqlen, call, FORM)
         lse_at = lse_ptr + head.row if DELTA == "guarded" else delta_ptr
@@ -155,8 +156,7 @@ def _mssa_bwd_delta_kernel(
             g_m, g_m, tokens_of(head, out), tokens_of(head, w), lse_at, scores, start_m, BLOCK_M, FORM, DELTA
         )
         tl.store(delta_ptr + head.row + offs_m, delta, mask=mask_m)
-    if lse_ptr is None:
-        return
-    base = tl.load(lse_ptr + head.row + offs_m, mask=mask_m, other=0.0)  # (BLOCK_M,)
-    tl.store(factor_ptr + head.row + offs_m, shared_factor(base), mask=mask_m)
-    tl.store(extent_ptr + pid, tl.max(tl.abs(base), 0))
+    if lse_ptr is not None:
+        base = tl.load(lse_ptr + head.row + offs_m, mask=mask_m, other=0.0)  # (BLOCK_M,)
+        tl.store(factor_ptr + head.row + offs_m, shared_factor(base), mask=mask_m)
+        tl.store(extent_ptr + pid, tl.max(tl.abs(base), 0))

@@ -35,9 +35,14 @@ def note_norms(norms_ptr, blocks, of_g, w, dlse):
 
 
 @triton.jit
-def factor_of(norms_ptr, blocks, count, call, FORM: tl.constexpr):
-    """Return the factor of a head of ``count`` blocks of rows, of ``blocks`` in all."""
-    of_g, of_w = largest(norms_ptr, count), largest(norms_ptr + blocks, count)
+def norms_of(norms_ptr, blocks, count):
+    """Return the largest squares that ``note_norms`` noted of ``count`` of ``blocks`` blocks of rows: a head."""
+    return largest(norms_ptr, count), largest(norms_ptr + blocks, count)
+
+
+@triton.jit
+def factor_of(of_g, of_w, call, FORM: tl.constexpr):
+    """Return the factor of a head with these squares of |g| and |w|."""
     most = tl.maximum(4.0 * call.qk_scale * tl.sqrt(of_g) * tl.sqrt(of_w), 1.0)
     most = most * call.keep_factor if FORM.DROPOUT else most
     exponent = (most.to(tl.int32, bitcast=True) >> 23) - 126  # most is below 2^exponent

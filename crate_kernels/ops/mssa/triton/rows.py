@@ -96,6 +96,9 @@ def attend_tiles(
                 if PASS == "online":
                     acc = tile.scale(acc, shrink)
             p = tl.exp2((s - base[:, None]) * to_log2)  # (BLOCK_M, BLOCK_N)
+            if FORM.APART:
+                # Of a range out is fp32, and delta made of it: the sum is of the weights as the product has them, too.
+                p = p.to(w_n[0].dtype).to(tl.float32)
             if PASS == "select":
                 # Against the sum, not divided by it: a probability equal to the threshold is not above it.
                 p = tl.where(p > scores.call.threshold * l_i[:, None], 1.0, 0.0)
