@@ -145,8 +145,9 @@ def dry_run(*words):
 
 
 def printed(*words):
-    """Return what a command prints; the make and the pytest that run the tests are hidden from it."""
-    outside = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTEST"))}
+    """Return what a command prints; the make, its variables and the pytest that run the tests are hidden from it."""
+    hidden = ("MAKE", "MFLAGS", "PYTEST", "ARGS", "MINUTES", "OUT")
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     done = subprocess.run(words, cwd=pages.ROOT, env=outside, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -47,9 +47,10 @@ def functions(text):
 
 
 def _without_padding(instructions):
+    """Drop the NOPs at the end, and the branch to itself in front of them."""
     while instructions and instructions[-1].name == "NOP":
         instructions = instructions[:-1]
-    return instructions
+    return instructions[:-1] if instructions and instructions[-1].name == "BRA" else instructions
 
 
 def serialised(function):

@@ -20,7 +20,7 @@ def read(*lines):
 
 
 def test_instructions_have_names_modifiers_and_operands():
-    function = read("@!P1 LDG.E.128 R4, desc[UR4][R2.64]", "EXIT", "NOP", "NOP")
+    function = read("@!P1 LDG.E.128 R4, desc[UR4][R2.64]", "EXIT", "BRA `(.L_1)", "NOP", "NOP")
     assert function.name == "one"
     assert [(one.name, one.modifiers, one.operands) for one in function.instructions] == [
         ("LDG", ["E", "128"], ("R4", "desc[UR4][R2.64]")),
