@@ -8,7 +8,7 @@ CPP := $(foreach end,cpp h cuh,$(wildcard csrc/*.$(end) csrc/*/*.$(end) csrc/*/*
 
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
-.PHONY: help help-all extension demo test check docs bench gpu wheel clean test-all test-emulated test-aarch64 test-sanitize test-threads aot fuzz matrix host tables lock locked release
+.PHONY: help help-all extension demo test check docs bench gpu wheel clean test-all exhaustive test-emulated test-aarch64 test-sanitize test-threads aot fuzz matrix host tables lock locked release
 
 # "## " is what make help lists, "#. " what make help-all lists too.
 HELP = @awk '/$(1) / { text = substr($$0, 4) } \
@@ -28,7 +28,7 @@ demo: .venv/demo.stamp .venv/mnist.stamp extension
 # Twice: Triton interprets its kernels, on the CPU, only in a process that is started for it.
 # A process a core, each of one thread; make test ARGS='-n 0' takes one process.
 # Each would compile the tree anew where the environment says that bytecode is not kept.
-test test-all: export PYTHONDONTWRITEBYTECODE =
+test exhaustive: export PYTHONDONTWRITEBYTECODE =
 SPREAD = -n auto --dist worksteal
 ## the operators, models and tools against their equations, in some minutes; no GPU
 test: .venv/test.stamp .venv/mnist.stamp extension
@@ -76,8 +76,11 @@ clean:
 	rm -rf .venv .venv-triton-3.6 .venv-ship build dist docs/_build $(OUTPUTS) *.egg-info .benchmarks .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-#. make test, and what takes long for what it adds
-test-all: test .venv-triton-3.6/made.stamp
+#. make test, and make exhaustive
+test-all: test exhaustive
+
+#. the tests that take long for what they add
+exhaustive: .venv/test.stamp .venv/mnist.stamp .venv-triton-3.6/made.stamp extension
 	$(BIN)/python -m pytest $(SPREAD) -m exhaustive $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(SPREAD) -m exhaustive $(ARGS) tests/ops -k triton
 
