@@ -28,7 +28,8 @@ def _refuse_unknown_options(parser: argparse.ArgumentParser, argv: Sequence[str]
     known = parser._option_string_actions
     for place, each in enumerate(argv, 1):
         name = each.partition("=")[0]
-        if each in subcommands:
+        before = known.get(argv[place - 2]) if place > 1 else None
+        if each in subcommands and (before is None or before.nargs == 0):  # else it is the option's value
             return _refuse_unknown_options(subcommands[each], argv[place:])
         if name.startswith("--") and not any(option.startswith(name) for option in known):
             options = ", ".join(option for option in known if option.startswith("--"))

@@ -278,6 +278,7 @@ def test_verify_checks_what_it_is_asked_to(monkeypatch, capsys):
 REFUSED = {
     "bench --backend nope": "crate_kernels bench: error: argument --backend: invalid choice: 'nope' (choose from",
     "bench --nope 1": "crate_kernels bench: error: an option must be one of --help, --quick, --full, --op, --backend,",
+    "bench --output compare --nope": "crate_kernels bench: error: an option must be one of --help, --quick, --full,",
     "bench compare a b --nope=1": "crate_kernels bench compare: error: an option must be one of --help, --least, got",
     "tune --backend nope": "crate_kernels tune: error: an option must be one of --help, --op, --candidates,",
     "demo --dtype nope": "crate_kernels demo: error: an option must be one of --help, --output, --quick, --fresh,",
