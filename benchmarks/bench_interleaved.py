@@ -1,4 +1,4 @@
-"""The providers of a case in turn, with cold caches, beside the warm calls of the other benchmarks."""
+"""The providers of a case interleaved, with cold caches, beside the warm calls of the other benchmarks."""
 
 from benchmarks import common
 from benchmarks.common import What

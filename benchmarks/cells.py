@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from crate_kernels.bench.rows import BenchRow, Results
 
 OPERATORS = ("mssa", "tssa", "ista")  # benchmarks of one call of an operator
@@ -22,26 +20,8 @@ def markdown(header: list[str], lines: list[list[str]]) -> str:
     return "".join("| " + " | ".join(cells) + " |\n" for cells in (header, marks, *lines))
 
 
-# What the clocks of a row are called, where results have more than one.
+# What the clocks of a row are called.
 _CLOCKS = {"device": "device", "loop": "in a loop", "calls": "one by one"}
-
-
-def by_clock(results: Results, **wanted: Any) -> list[tuple[list[str], Results]]:
-    """Return the rows with these values by each clock that timed some, and the cells that name it.
-
-    There is no such cell where all results have one clock.
-    """
-    found = Results(results.machine, results.find(**wanted))
-    if len(results.clocks()) < 2:
-        return [([], found)]
-    return [([_CLOCKS[clock]], found.by(clock)) for clock in found.clocks()]
-
-
-def clock_title(results: Results) -> list[str]:
-    """Return the title of the cells of ``by_clock``."""
-    return ["clock"] if len(results.clocks()) > 1 else []
-
-
 _GRAPHED_BESIDE = {
     "eager": "published, eager",
     "compile": "published, compiled",

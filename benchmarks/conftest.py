@@ -177,7 +177,7 @@ def skip_what_is_done(config, started, in_file):
 
 @pytest.fixture
 def together(request, benchmark, results, started):
-    """Return a function that takes (rows, measure): it times the rows of one case in turn and keeps them."""
+    """Return a function that takes (rows, measure): it times the rows of one case interleaved and keeps them."""
     config = request.config
 
     def run(timed_rows, measure):

@@ -85,47 +85,33 @@ def _speed(results: Results, bench: str, baselines: list[str]) -> str:
     cases = dict.fromkeys(row.case for row in results.rows if row.bench == bench)
     lines = []
     for dtype, case in itertools.product(("fp32", "bf16"), cases):
-        beside = Results(cold.machine, cold.find(case=case, dtype=dtype))
-        for clock, timed in cells.by_clock(results, bench=bench, case=case, dtype=dtype):
-            ours = [_ours(timed, bench, case, dtype, direction) for direction in directions]
-            if all(row is None for row in ours):
-                continue
-            shape = next((f"({', '.join(map(str, row.shape))})" for row in ours if row is not None), "")
-            times = " / ".join("-" if row is None else f"{1e3 * row.time:.3g}" for row in ours)
-            ratios = [_pair(timed, bench, case, dtype, b, directions) for b in baselines]
-            ratios += [_pair(beside, rows.INTERLEAVED, case, dtype, b, directions) for b in cold_baselines]
-            lines.append([f"{case} {shape}", dtype, *clock, times, *ratios])
+        ours = [_ours(results, bench, case, dtype, direction) for direction in directions]
+        if all(row is None for row in ours):
+            continue
+        shape = next((f"({', '.join(map(str, row.shape))})" for row in ours if row is not None), "")
+        times = " / ".join("-" if row is None else f"{1e3 * row.time:.3g}" for row in ours)
+        ratios = [_pair(results, bench, case, dtype, b, directions) for b in baselines]
+        ratios += [_pair(cold, rows.INTERLEAVED, case, dtype, b, directions) for b in cold_baselines]
+        lines.append([f"{case} {shape}", dtype, times, *ratios])
     titles = [
         *(cells.NAMES.get(b, b) for b in baselines),
         *(f"{cells.NAMES.get(b, b)}, interleaved" for b in cold_baselines),
     ]
-    return cells.markdown(["case", "dtype", *cells.clock_title(results), "ours, ms", *titles], lines)
+    return cells.markdown(["case", "dtype", "ours, ms", *titles], lines)
 
 
 def _models(results: Results) -> str:
     """Render the models: times, rates and memory of a training step."""
     has = {row.provider for row in results.find(bench="models") if row.times}
-    header = [
-        "model, a step",
-        "dtype",
-        *cells.clock_title(results),
-        "ours, ms",
-        "a second",
-        "eager",
-        "`torch.compile` of it",
-    ]
-    more = [_MODEL_COLUMNS[name] for name in _MODEL_COLUMNS if name in has]
-    lines = [
-        line
-        for row in results.find(bench="models", direction="step", provider="eager")
-        for clock, timed in cells.by_clock(results, bench="models", case=row.case, dtype=row.dtype)
-        if (line := _model(timed, row, clock, has)) is not None
-    ]
-    return cells.markdown([*header, "composite", *more, "step, MiB: eager / ours"], lines)
+    header = ["model, a step", "dtype", "ours, ms", "a second", "eager", "`torch.compile` of it", "composite"]
+    more = ["both compiled"] if "default-compiled" in has else []
+    found = results.find(bench="models", direction="step", provider="eager")
+    lines = [line for row in found if (line := _model(results, row, has)) is not None]
+    return cells.markdown([*header, *more, "step, MiB: eager / ours"], lines)
 
 
-def _model(results: Results, row: BenchRow, clock: list[str], has: set[str]) -> list[str] | None:
-    """Render the model of eager's ``row`` by one clock; None where ours has no time."""
+def _model(results: Results, row: BenchRow, has: set[str]) -> list[str] | None:
+    """Render the model of eager's ``row``; None where ours has no time."""
     directions = ("forward", "step")
     forward, step = (_ours(results, "models", row.case, row.dtype, direction) for direction in directions)
     if forward is None or step is None:
@@ -134,11 +120,9 @@ def _model(results: Results, row: BenchRow, clock: list[str], has: set[str]) -> 
     memory = " / ".join("-" if r.peak_bytes is None else f"{r.peak_bytes / 2**20:.0f}" for r in (row, step))
     if "default-compiled" in has:
         pairs.append(_compiled(results, row))
-    if "products" in has:
-        pairs.append(_pair(results, "models", row.case, row.dtype, "products", directions))
     times = f"{1e3 * forward.time:.4g} / {1e3 * step.time:.4g}"
     name = f"{row.case}, {step.amount:g} {step.unit}"
-    return [name, row.dtype, *clock, times, f"{step.amount / step.time:.3g}", *pairs, memory]
+    return [name, row.dtype, times, f"{step.amount / step.time:.3g}", *pairs, memory]
 
 
 def _models_interleaved(results: Results) -> str:
@@ -155,10 +139,6 @@ def _models_interleaved(results: Results) -> str:
     return cells.markdown(header, lines)
 
 
-# Columns of results that have these providers.
-_MODEL_COLUMNS = {"default-compiled": "both compiled", "products": "its bare products"}
-
-
 def _compiled(results: Results, row: BenchRow) -> str:
     """Render the time of the compiled published model as a multiple of ours, compiled too."""
     ratios = []
@@ -173,22 +153,15 @@ def _rates(results: Results, bench: str, baseline: str) -> str:
     """Render tokens per second of decoding or generation, ours and a baseline's."""
     lines = []
     for row in results.find(bench=bench, provider=baseline):
-        for clock, timed in cells.by_clock(results, bench=bench, case=row.case, dtype=row.dtype):
-            beside = timed.in_group(row)
-            ours = timed.best(row)
-            if baseline not in beside or ours is None:
-                continue
-            rates = [f"{row.amount / r.time:.4g}" for r in (ours, beside[baseline])]
-            others = [
-                f"{n} {_ratio(timed, ours, n)}"
-                for n in ("sdpa", "composite", "default-graphed")
-                if n in results.in_group(row)
-            ]
-            name = row.case if bench == "generation" else f"{row.op} {row.case}"
-            ratio = _ratio(timed, ours, baseline)
-            lines.append([name, row.dtype, *clock, *rates, ratio, ", ".join(others)])
+        beside, ours = results.in_group(row), results.best(row)
+        if not row.times or ours is None:
+            continue
+        rates = [f"{row.amount / r.time:.4g}" for r in (ours, row)]
+        others = [f"{n} {_ratio(results, ours, n)}" for n in ("sdpa", "composite", "default-graphed") if n in beside]
+        name = row.case if bench == "generation" else f"{row.op} {row.case}"
+        lines.append([name, row.dtype, *rates, _ratio(results, ours, baseline), ", ".join(others)])
     titles = ["ours, tokens/s", f"{baseline}, tokens/s", "times", "times as long: others"]
-    return cells.markdown(["case", "dtype", *cells.clock_title(results), *titles], lines)
+    return cells.markdown(["case", "dtype", *titles], lines)
 
 
 def _threads(results: Results) -> str:

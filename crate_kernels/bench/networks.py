@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crate_kernels import models
-from crate_kernels.bench import clock, floor, interleaved, measuring
+from crate_kernels.bench import clock, interleaved, measuring
 from crate_kernels.bench.gate import Deviation, Verdict, judge
 from crate_kernels.bench.rows import DTYPES, INTERLEAVED, BenchRow
 from crate_kernels.nn import ISTA, MSSA, TSSA, CausalMSSA, CausalTSSA, OvercompleteISTA
@@ -26,12 +26,12 @@ from crate_kernels.testing import FORWARD_FACTOR, GRADIENT_FACTOR
 _GRAPHED = {"mode": "reduce-overhead"}
 _COMPILED = {"compile": {}, "default-compiled": {}, "compile-graphed": _GRAPHED, "default-graphed": _GRAPHED}
 PROVIDERS = (
-    *("eager", "compile", "timm-vit", "composite", "products", "default-compiled", "default"),
+    *("eager", "compile", "timm-vit", "composite", "default-compiled", "default"),
     *("compile-graphed", "default-graphed"),
 )
-_OURS = ("default", "default-compiled", "default-graphed", "products")
+_OURS = ("default", "default-compiled", "default-graphed")
 _PUBLISHED = ("eager", "compile", "compile-graphed")
-_IN_TURN = ("eager", "compile", "composite", "default-compiled", "default")
+_INTERLEAVED = ("eager", "compile", "composite", "default-compiled", "default")
 
 
 @dataclass(frozen=True)
@@ -239,16 +239,9 @@ def _check_and_time(
     row: BenchRow, network: Network, dtype: torch.dtype, device: torch.device, timer: measuring.Timer
 ) -> None:
     model = _checked(row, network, dtype, device)
-    if model is None:
-        return
-    if row.provider == "products":
-        x, _ = _batch(network, dtype, device)
-        work = floor.products(model, lambda model: _logits(model, x), row.direction == "step")
-        with torch.set_grad_enabled(row.direction == "step"):
-            measuring.record_times(row, work, tuple, device, timer, watch=False)
-        return
-    torch._dynamo.reset()
-    measuring.record_times(row, _call(row, network, model, dtype, device), tuple, device, timer)
+    if model is not None:
+        torch._dynamo.reset()
+        measuring.record_times(row, _call(row, network, model, dtype, device), tuple, device, timer)
 
 
 def measure_interleaved(rows: Sequence[BenchRow], network: Network, device: torch.device, seconds: float) -> None:
@@ -268,7 +261,7 @@ def blank_interleaved(network: Network, dtype: str, direction: str) -> list[Benc
     """Return the rows of all models of a network in one dtype and direction, without results."""
     return [
         BenchRow(INTERLEAVED, "model", network.name, dtype, direction, provider, unit=network.unit)
-        for provider in _IN_TURN
+        for provider in _INTERLEAVED
     ]
 
 

@@ -1,17 +1,14 @@
-"""Benchmarks beside the warm ones: providers in turn, bare products, and their columns."""
+"""Benchmarks beside the warm ones: interleaved providers, and their columns."""
 
 import functools
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import tables
 from crate_kernels import models
-from crate_kernels.bench import floor, interleaved, networks, providers
+from crate_kernels.bench import interleaved, networks, providers
 from crate_kernels.bench.rows import BenchRow, Results
-from crate_kernels.nn import MSSA, CausalMSSA
 from crate_kernels.testing import Case, Timed
 
 CPU = torch.device("cpu")
@@ -44,7 +41,7 @@ def test_every_provider_is_timed_as_often(direction, monkeypatch):
 
 
 @pytest.mark.parametrize("direction", ["forward", "step"])
-def test_models_in_turn_are_checked_and_timed_as_often(direction, monkeypatch):
+def test_interleaved_models_are_checked_and_timed_as_often(direction, monkeypatch):
     monkeypatch.setattr(interleaved, "_BETWEEN", 64)
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda model, **_: (compiled.append(model), model)[1])
@@ -85,65 +82,9 @@ def test_a_provider_without_a_backward_pass_is_timed_forward_alone_interleaved(w
     assert rows[1].skipped == ("" if timed else "limited has no backward pass on this device")
 
 
-def test_time_in_turn_is_the_median():
+def test_interleaved_time_is_the_median():
     row = BenchRow("interleaved", "tssa", "small", "fp32", "forward", "eager", seconds=[1.0, 2.0, 9.0])
     assert row.time == 2.0
-
-
-def flops(call):
-    with FlopCounterMode(display=False) as counter:
-        call()
-    return counter.get_total_flops()
-
-
-def test_products_of_a_forward_are_nearly_its_flops():
-    torch.manual_seed(0)
-    model = models.create("tost_tiny_12", backend="composite").eval()
-    x = torch.randn(1, 3, 64, 64)  # few tokens: PyTorch counts its own products only
-    with torch.no_grad():
-        whole = flops(lambda: model(x))
-        alone = flops(floor.products(model, lambda m: m(x), backward=False))
-    assert 0.97 * whole < alone <= whole
-
-
-@pytest.mark.parametrize("attention", [MSSA(32, 2, 16), CausalMSSA(32, 2)], ids=["mssa", "causal"])
-def test_products_of_attention(attention):
-    x = torch.randn(3, 7, 32)
-    forward, step = (flops(floor.products(attention, lambda m: m(x), backward)) for backward in (False, True))
-    linear, scores = 2 * 2 * (21 * 32 * 32), 2 * (3 * 2 * 7 * 7 * 16)  # both projections; one product of a head
-    assert (forward, step) == (linear + 2 * scores, 3 * linear + 7 * scores)
-
-
-def test_products_of_a_step_are_three_times_those_of_a_linear_layer():
-    layer = nn.Linear(16, 32)
-    x = torch.randn(8, 16)
-    forward, step = (flops(floor.products(layer, lambda m: m(x), backward)) for backward in (False, True))
-    assert (forward, step) == (2 * 8 * 16 * 32, 3 * 2 * 8 * 16 * 32)
-
-
-@pytest.mark.parametrize(("groups", "times"), [(1, 3), (2, 4)])  # PyTorch counts one of the two without its groups
-def test_products_of_a_step_are_three_times_those_of_a_convolution(groups, times):
-    layer = nn.Conv2d(4, 6, 3, stride=2, padding=1, dilation=2, groups=groups)
-    x = torch.randn(2, 4, 9, 9)
-    forward, step = (flops(floor.products(layer, lambda m: m(x), backward)) for backward in (False, True))
-    assert forward == flops(lambda: layer(x))
-    assert step == times * forward
-
-
-def test_a_layer_that_is_given_no_tensor_has_no_products():
-    class Named(nn.Linear):
-        def forward(self, *, x):
-            return super().forward(x)
-
-    x = torch.randn(3, 2)
-    work = floor.products(nn.ModuleList([Named(2, 2), nn.Linear(2, 2)]), lambda m: (m[0](x=x), m[1](x)), False)
-    assert flops(work) == 2 * 3 * 2 * 2
-
-
-def test_products_leave_no_hook():
-    layer = nn.Linear(16, 32)
-    floor.products(layer, lambda m: m(torch.randn(8, 16)), backward=False)
-    assert not layer._forward_hooks
 
 
 def model_rows(*names):
@@ -151,23 +92,19 @@ def model_rows(*names):
     for direction in ("forward", "step"):
         for name in names:
             row = BenchRow("models", "model", "crate_small", "fp32", direction, name, unit="images", amount=8.0)
-            row.seconds = [
-                {"default": 1.0, "eager": 2.0, "compile": 3.0, "default-compiled": 1.5, "products": 0.5}[name]
-            ]
+            row.seconds = [{"default": 1.0, "eager": 2.0, "compile": 3.0, "default-compiled": 1.5}[name]]
             found.append(row)
     return found
 
 
 def test_columns_appear_with_their_providers():
-    assert set(networks.PROVIDERS) >= {"products", "default-compiled"}
+    assert "default-compiled" in networks.PROVIDERS
     old = tables._models(Results(MACHINE, model_rows("eager", "compile", "default")))
-    new = tables._models(Results(MACHINE, model_rows("eager", "compile", "default-compiled", "products", "default")))
-    assert "products" not in old
+    new = tables._models(Results(MACHINE, model_rows("eager", "compile", "default-compiled", "default")))
     assert "compiled" not in old
     header, _, line = new.splitlines()
     cells = dict(zip(header.split(" | "), line.split(" | "), strict=True))
     assert cells["both compiled"] == "2.00 / 2.00"
-    assert cells["its bare products"] == "0.50 / 0.50"
 
 
 COMPILED = {

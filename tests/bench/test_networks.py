@@ -1,6 +1,5 @@
-"""Whole models that are timed: their batches, verdicts and bare products, and what is not timed beside them."""
+"""Whole models that are timed: their batches, verdicts, and what is not timed beside them."""
 
-import functools
 import sys
 from types import ModuleType
 from typing import Any
@@ -58,16 +57,6 @@ def test_batches_of_networks():
     assert not torch.equal(networks._batch(text, torch.float32, CPU, 1)[0], tokens)
     few = networks._two_samples(text, torch.float32, CPU, 0)
     assert all(torch.equal(a, b[:2, :128]) for a, b in zip(few, (tokens, following), strict=True))
-
-
-@pytest.mark.parametrize("direction", ["forward", "step"])
-def test_bare_products_of_a_network_are_timed_without_a_verdict(direction, monkeypatch):
-    small = functools.partial(models.create, n_layer=1, n_embd=48, n_head=2, block_size=16)
-    monkeypatch.setattr(networks.models, "create", small)
-    network = networks.Network("crate_lm_base", "tokens", 1, None, seqlen=8)
-    row = networks.measure(networks.blank(network, "fp32", direction, "products"), network, CPU, timer)
-    assert min(row.seconds) > 0
-    assert (row.peak_bytes, row.resident_bytes) == (None, None)
 
 
 @pytest.mark.parametrize(("shares", "passed"), [([2, 0.5, 0.6, 0.7, 9], True), ([2, 3, 0.1, 0.2, 1.5], False)])
