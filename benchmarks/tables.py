@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import cells, choices, tuning
+from benchmarks import cells, choices, goals, tuning
 from crate_kernels.bench import rows
 from crate_kernels.bench.rows import BenchRow, Results
 
@@ -265,6 +265,19 @@ def _generation(results: Results) -> str:
     return _rates(results, "generation", "recomputing")
 
 
+def _all_goals(results: Results) -> str:
+    """Render the goals that were measured, and below the table the names of those that were not."""
+    every = list(goals.lines(results, tuning.over_a_copy(results)))
+    measured = [line for line in every if line[3]]
+    table = cells.markdown(["goal", "dtype", "target", "measured", "met", "why not"], measured) if measured else ""
+    left: dict[str, list[str]] = {}
+    for what, _, target, found, *_ in every:
+        if not found:
+            left.setdefault(what, []).append(target)
+    lines = "".join(f"- {what}: {', '.join(targets)}\n" for what, targets in left.items())
+    return table + (f"{chr(10) if table else ''}Not measured:\n\n{lines}" if lines else "")
+
+
 _GPU_MISSING = "No GPU has run these benchmarks yet, so there is no figure of one here.\n"
 _TABLES: dict[str, Callable[[Results], str]] = {
     "machine": _machine,
@@ -279,6 +292,7 @@ _TABLES: dict[str, Callable[[Results], str]] = {
     "generation": _generation,
     "memory": _memory,
     "threads": _threads,
+    "goals": _all_goals,
     "clocks": cells.every_clock,
     "graphs": cells.graphs,
     "graphed": cells.graphed,
@@ -309,6 +323,8 @@ def render(name: str, results: dict[str, Results]) -> str:
         return choices.table(results)
     machine, _, table = name.partition("-")
     found = _on(machine, results)
+    if name == "gpu-goals" and found is None:
+        return _all_goals(Results({"gpu": True}, []))
     if found is None:
         return _GPU_MISSING if machine == "gpu" else "No results are here yet.\n"
     return _TABLES[table](found)

@@ -96,3 +96,15 @@ def table(results: Results) -> str:
             shape = f"({', '.join(map(str, kernel.shape))})"
             lines.append([kernel.name, shape, f"{1e6 * time:.0f}", kernel.counted, *rate])
     return cells.markdown(["kernel", "tokens", "us", "counted", "rate", "PyTorch's product or copy"], lines)
+
+
+def over_a_copy(results: Results) -> dict[str, float]:
+    """Return the rate of each kernel that is bound by memory as a multiple of a copy's, by name and shape."""
+    timed = seconds(results)
+    return {
+        f"{kernel.name.replace('`', '')} ({', '.join(map(str, kernel.shape))})": kernel.bytes
+        / timed[kernel.workload]
+        / results.machine["copy_bytes"]
+        for kernel in KERNELS
+        if kernel.passes and kernel.workload in timed
+    }

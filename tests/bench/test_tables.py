@@ -1,11 +1,12 @@
 """The pages say what the committed results say."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 
-from benchmarks import tables, tuning
+from benchmarks import goals, tables, tuning
 from crate_kernels.bench import rows
 
 
@@ -21,17 +22,22 @@ def test_page_has_the_tables_of_the_results(page, committed):
     assert text == tables.rewritten(page=text, results=committed), "run python -m benchmarks.tables"
 
 
-TABLES = {"cpu": tables._ON_A_CPU, "cuda": tables._ON_A_GPU}
+TABLES = {
+    "cpu": ([(goal.bench, case) for goal in goals.GOALS for case in goal.cases], tables._ON_A_CPU),
+    "cuda": ([(goal.bench, case) for goal in goals.GPU_GOALS for case in goal.cases], tables._ON_A_GPU),
+}
 
 
 @pytest.mark.parametrize("device", TABLES)
-def test_the_readme_names_cases_that_are_timed(device):
-    from crate_kernels.bench import networks
+def test_goals_and_the_readme_name_cases_that_are_timed(device):
+    from crate_kernels.bench import decoding, networks
     from crate_kernels.testing import SPECS, TIMED_CASES
 
     timed = {(SPECS[t.case.op].package, t.case.name) for t in TIMED_CASES if device in t.devices}
+    timed |= {("decode", str(step)) for step in decoding.STEPS if device in step.devices}
     timed |= {("models", n.name) for n in networks.NETWORKS if (n.cpu_batch if device == "cpu" else n.gpu_batch)}
-    assert [case for *case, _ in TABLES[device] if tuple(case) not in timed] == []
+    judged, shown = TABLES[device]
+    assert [case for case in (*judged, *(wanted[:2] for wanted in shown)) if case not in timed] == []
 
 
 def test_results_of_every_device_are_read(committed):
@@ -145,6 +151,64 @@ def test_the_readme_has_the_memory_of_a_gpu(tmp_path, monkeypatch):
     assert rendered("gpu-speed", tmp_path, monkeypatch, True, found).endswith(" | 1206 | 155 |\n")
 
 
+# Rows of one case by provider, and what the table says of a goal for GPUs.
+GPU_GOALS = {
+    "best-of-sdpa": (
+        ("mssa", "mssa", "vit-197-d64", "forward"),
+        {"sdpa": (2.5, {}), "sdpa-cudnn": (2.25, {}), "default": (1.0, {})},
+        "| mssa forward, 197 tokens | bf16 | 2.1 x best sdpa | vit-197-d64 2.25 | yes |",
+    ),
+    "copy": (
+        ("decode", "mssa", "64x12x64-cached-4096", "forward"),
+        {"eager": (9.0, {}), "triton": (1.0, {"bytes": 3e12})},
+        "| mssa decode, 256 MB of cache and more | bf16 | 1 x copy | 64x12x64-cached-4096 0.75 | 0 of 1 |",
+    ),
+    "product": (
+        ("ista", "ista", "crate-b", "forward"),
+        {"eager": (9.0, {}), "default": (1.0, {"flops": 0.95e15})},
+        "| ista forward | bf16 | 0.9 x product | crate-b 0.95 | yes |",
+    ),
+    "memory": (
+        ("models", "model", "crate_base", "step"),
+        {"eager": (2.0, {"peak_bytes": 200}), "default": (1.0, {"peak_bytes": 100})},
+        "| training steps | bf16 | 1.67 x eager's memory | crate_base 2.00 | yes |",
+    ),
+}
+
+
+@pytest.mark.parametrize(("what", "providers", "line"), GPU_GOALS.values(), ids=GPU_GOALS)
+def test_goals_for_gpus_are_judged_from_rows(what, providers, line, tmp_path, monkeypatch):
+    found = [row(*what, provider, seconds, **more) for provider, (seconds, more) in providers.items()]
+    said = rendered("gpu-goals", tmp_path, monkeypatch, True, found).splitlines()
+    assert any(each.startswith(line) for each in said)
+    assert not any(" x sdpa |" in each and "fp32" in each for each in said), "goals for CPUs"
+
+
+def test_a_goal_of_one_clock_is_judged_by_it(tmp_path, monkeypatch):
+    found = [
+        row("models", "model", "crate_base", "step", name, 9.0, loop_seconds=[loop], device_seconds=[device])
+        for name, device, loop in (("eager", 8.0, 3.0), ("compile", 3.0, 8.0), ("default", 1.0, 2.0))
+    ]
+    said = rendered("gpu-goals", tmp_path, monkeypatch, True, found)
+    steps = "| CRATE-B and causal CRATE, training step"
+    assert f"{steps} | bf16 | 2.2 x compile | crate_base 3.00 | yes |" in said
+    assert f"{steps}, from Python | bf16 | 2 x eager | crate_base 1.50 | 0 of 1 |" in said
+
+
+FROM_PYTHON = {
+    "one-by-one": ((1e-3, None, 4e-3), (2e-3, None, 4e-3), "vit-196 both 0.50 | 0 of 1 | what a call costs the host |"),
+    "in-a-loop": ((1e-3, 1e-3, 4e-3), (2e-3, 2e-3, 4e-3), "vit-196 both 1.00 | yes |  |"),
+}
+
+
+@pytest.mark.parametrize(("ours", "eager", "end"), FROM_PYTHON.values(), ids=FROM_PYTHON)
+def test_calls_from_python_are_held_to_what_the_device_takes(ours, eager, end, tmp_path, monkeypatch):
+    found = [*clocked("tssa", "tssa", "vit-196", ours, eager, shape=[64, 8, 196, 48])]
+    found.append(row("tssa", "tssa", "vit-196", "both", "triton", 1e-9, device_seconds=[1e-9]))
+    (last,) = re.findall(".*over ours, from Python.*", rendered("gpu-goals", tmp_path, monkeypatch, True, found))
+    assert last == f"| best other over ours, from Python | all | 0.9 x the device's | {end}"
+
+
 def test_models_are_shown_with_and_without_graphs(tmp_path, monkeypatch):
     found = [
         row("models", "model", "crate_base", "step", name, 2 * ms / 1e3, device_seconds=[ms / 1e3])
@@ -155,7 +219,13 @@ def test_models_are_shown_with_and_without_graphs(tmp_path, monkeypatch):
     assert "No GPU" in rendered("gpu-graphed", tmp_path, monkeypatch, True, found[:3])
 
 
-def test_a_kernel_is_timed_by_its_last_run(tmp_path, monkeypatch):
+def test_without_a_gpu_its_goals_are_not_measured():
+    said = tables.render("gpu-goals", {})
+    assert said.startswith("Not measured:\n\n- mssa forward, 197 tokens: 2.1 x best sdpa\n- ")
+    assert said.count(" x ") == len(goals.GPU_GOALS) + 1  # that of both clocks
+
+
+def test_a_kernel_is_timed_by_its_last_run_and_stands_for_a_goal_without_a_case(tmp_path, monkeypatch):
     forward = next(kernel for kernel in tuning.KERNELS if kernel.flops)
     lines = [
         {"run": run, "workload": forward.workload, "seconds": time}
@@ -172,3 +242,6 @@ def test_a_kernel_is_timed_by_its_last_run(tmp_path, monkeypatch):
         == f"| `mssa` forward | (10, 12, 4096, 64) | 2000 | 4 N² D a head | {forward.flops / 2e9:.0f} TFLOP/s | 1000 |"
     )
     assert second.startswith("| `mssa` decode | (16, 12, 8193, 64) | 100 | the cache once | 2.01 TB/s | 4.00 |")
+    assert "| mssa decode (16, 12, 8193, 128), as tuned 1.01 | yes |" in tables._all_goals(results)
+    elsewhere = rows.Results(machine(gpu=True) | {"device": "NVIDIA Other"}, [])
+    assert "mssa decode, 256 MB of cache and more: 1 x copy" in tables._all_goals(elsewhere)
