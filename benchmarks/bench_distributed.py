@@ -1,9 +1,7 @@
 """Sequence-parallel mssa: two local processes on gloo against one, run by hand: python -m benchmarks.bench_distributed.
 
-Goal: at 8192 tokens each of two ranks computes for at most 0.65 of the time of one process; transfers come on top.
-
-A thread a process. Times are of that thread on its processor, so that waiting does not count, the least of several
-rounds; a round runs one process and all forms one after the other. Transfers are timed apart, by the wall clock.
+Each process has one thread. Times are its processor time, which excludes waiting: the minimum of several rounds.
+A round runs one process and all forms one after the other. Transfers are timed separately, by the wall clock.
 """
 
 from __future__ import annotations
@@ -122,7 +120,7 @@ def work(rank: int, folder: Path, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Print a row per case and form: the least times of one process, of the slower rank, and of its transfers."""
+    """Print a row per case and form: the minimum times of one process, of the slower rank, and of its transfers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seqlen", type=int, default=8192)
     parser.add_argument("--heads", type=int, default=2)

@@ -42,7 +42,7 @@ def pytest_addoption(parser):
     group.addoption(
         "--minutes",
         type=float,
-        help=f"start nothing after so many ({QUICK_MINUTES:g} of --tier quick); with --results, run again to go on",
+        help=f"start nothing after so many ({QUICK_MINUTES:g} of --tier quick); with --results, a second call resumes",
     )
 
 

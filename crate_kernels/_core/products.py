@@ -71,8 +71,8 @@ _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 _FASTER = _HAS_ONEDNN and torch.backends.cpu.get_cpu_capability() == "AVX512" and _is_made_by("AuthenticAMD")
 _library = torch.ops.mkldnn._linear_pointwise.default if _FASTER else None
 _slow = _fallbacks()
-# Multiplications of a product below which oneDNN costs more than it spares: 12 us per call and, between others' work,
-# a start with cold caches. On a Zen 4, where it spares little, `ista` of 197 tokens of 384 channels took 1.12 to
+# Multiplications of a product below which oneDNN costs more than it saves: 12 us per call and, between other calls,
+# a start with cold caches. On a Zen 4, where it saves little, `ista` of 197 tokens of 384 channels took 1.12 to
 # 1.29 ms by it and 1.01 to 1.07 by MKL.
 _MIN_WORK = 1 << (25 if _family() == _ZEN_4 else 24)
 _LARGE = 1 << 23  # elements of a matrix that has to be fetched from the system before it is converted

@@ -25,7 +25,7 @@ from crate_kernels._native.nvrtc import Compiled, Nvrtc
 
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--diag-suppress=177,20012")
 # Functions are optimised apart: without, mssa's backward at 64 channels spills 12 bytes on sm_80. It costs a pass of
-# tssa 4 registers on sm_90, and spares another 2 on sm_80: as many blocks fit a multiprocessor.
+# tssa 4 registers on sm_90, and saves another 2 on sm_80: as many blocks fit a multiprocessor.
 _APART, _APART_SINCE = "--split-compile=2", (13, 0)
 _MAX_BYTES, _MAX_FILES = 256 << 20, 4096  # of the cache: the files that were used last stay
 _PATIENCE = 120.0  # seconds to wait for another process that compiles the same

@@ -23,10 +23,10 @@ class Strided(NamedTuple):
 
 @triton.jit
 def rounded_product(a, b):
-    """Return a b, rounded whatever is added to it.
+    """Return a b, rounded before anything is added to it.
 
-    Compilers fuse ``a * b - c`` to one multiply-add, which leaves the rounding error of ``c = a * b`` in place of 0. A
-    product that is fused with 0 already they leave alone.
+    Compilers fuse ``a * b - c`` to one multiply-add; for ``c = a * b`` it gives the rounding error of ``c``, not 0.
+    They do not fuse again a product that is already a multiply-add, with 0.
     """
     return tl.fma(a, b, 0.0)
 

@@ -55,8 +55,8 @@ def judge(found: Iterable[Deviation], dtype: torch.dtype) -> Verdict:
     for output, error, eager, size, factor in found:
         error = error if math.isfinite(error) else math.inf
         eager = eager if math.isfinite(eager) else 0.0
-        budget = factor * (eager + torch.finfo(dtype).eps * size)
-        share = error / budget if math.isfinite(budget) else math.inf  # never NaN, which max would pass over
+        tolerance = factor * (eager + torch.finfo(dtype).eps * size)
+        share = error / tolerance if math.isfinite(tolerance) else math.inf  # never NaN, which max would pass over
         judged.append((share, output, error / size, error / eager if eager else 0.0))
     share, output, *_ = max(judged)
     return Verdict(max(j[2] for j in judged), max(j[3] for j in judged), share, output)

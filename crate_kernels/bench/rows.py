@@ -176,7 +176,7 @@ def facts(row: BenchRow, results: Results) -> dict[str, Any]:
         "p80_us": 1e6 * row.percentile(80),
         "error": row.error,
         "error_over_eager": row.times_eager,
-        "error_over_budget": row.share,
+        "error_over_tolerance": row.share,
         "peak_mib": None if row.peak_bytes is None else row.peak_bytes / 2**20,
     }
     found |= {f"{clock}_us": 1e6 * row.on(clock) for clock in CLOCKS if row.samples(clock)}

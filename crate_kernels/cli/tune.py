@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
     if args.candidates is None and not args.every:
         args.candidates = ranked(device)
         if args.candidates is not None:
-            print(f"tune: of what {args.candidates.name} ranks, the best are timed; of the rest all (--every: of both)")
+            print(f"tune: times the best ranked of {args.candidates.name}, all where none is ranked (--every: all)")
     try:
         log = Log(args.log)
         every = narrowed(workloads(ops, args.only), args.candidates, args.most)

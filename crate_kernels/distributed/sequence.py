@@ -68,7 +68,7 @@ def _refuse_caches() -> NoReturn:
 
 
 class _Attention(nn.Module):
-    """What an attention module becomes."""
+    """The class of an attention module whose tokens are divided among ranks."""
 
     _sequence: Sequence
 
@@ -92,7 +92,7 @@ class _TokenStats(_Attention):
 
 
 class _Language(LanguageModel):
-    """What a language model becomes: whole tokens in, logits of this rank's tokens and everybody's loss out."""
+    """The class of a language model: takes all tokens; returns the logits of this rank's and the loss of all."""
 
     _sequence: Sequence
     _synchronised: bool

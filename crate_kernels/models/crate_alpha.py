@@ -165,8 +165,8 @@ class CRATEAlpha(Classifier):
 
     def no_weight_decay(self) -> set[str]:
         """Name all but the kernels of the stem, the attention and the head: the training code decays only these."""
-        spared = (".fn.D", ".fn.D1", "cls_token", "pos_embedding")
-        return {name for name, _ in self.named_parameters() if name.endswith(spared)}
+        undecayed = (".fn.D", ".fn.D1", "cls_token", "pos_embedding")
+        return {name for name, _ in self.named_parameters() if name.endswith(undecayed)}
 
     def _embed(self, img: Tensor, resize: bool = False) -> Tensor:
         """Return the tokens (batch, patches + 1, dim) that enter the first layer."""

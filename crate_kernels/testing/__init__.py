@@ -6,7 +6,8 @@ gradients, and ``measure`` compares the results with float64.
 
 from crate_kernels._core.draw import padding_mask
 from crate_kernels._core.spec import Case, Inputs, Timed
-from crate_kernels.testing.budget import (
+from crate_kernels.testing.specs import CASES, SPECS, TIMED_CASES, cases, excluded, make_inputs
+from crate_kernels.testing.tolerance import (
     FORWARD_FACTOR,
     GRADIENT_FACTOR,
     Measurement,
@@ -14,7 +15,6 @@ from crate_kernels.testing.budget import (
     measure,
     run,
 )
-from crate_kernels.testing.specs import CASES, SPECS, TIMED_CASES, cases, excluded, make_inputs
 
 __all__ = [
     "CASES",

@@ -14,7 +14,7 @@ from torch import nn
 from crate_kernels._core import files
 from crate_kernels.models.crate_lm import TiedISTA
 from crate_kernels.nn import ISTA, MSSA, CausalMSSA, OvercompleteISTA
-from training.folder import told
+from training.folder import describe
 
 SIDE = {"cpu": 1024, "cuda": 8192}  # of the products that are timed
 
@@ -77,7 +77,7 @@ class Metrics:
             with self.path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
-            return told(self.path, error)
+            return describe(self.path, error)
         return ""
 
 

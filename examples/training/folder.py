@@ -39,15 +39,15 @@ def together(place: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, CheckpointException) as error:
-        problem = told(place, error)
+        problem = describe(place, error)
     problems = [""] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     if problem := next(filter(None, problems), ""):
         raise SystemExit(problem if is_first() else 1)
 
 
-def told(place: Path, error: BaseException) -> str:
-    """Return one line about what could not be written in a place."""
+def describe(place: Path, error: BaseException) -> str:
+    """Return one line that says what could not be written in a folder, and why."""
     if isinstance(error, files.InUse):
         return str(error)
     name = getattr(error, "filename", None)

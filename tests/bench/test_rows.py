@@ -27,7 +27,7 @@ def test_rates_and_shares_of_a_row(results):
     assert facts["peak_mib"] == pytest.approx(128**2 / 2**20)
     assert facts["median_us"] == pytest.approx(1000)
     assert facts["calls_us"] == pytest.approx(980)
-    assert (facts["error"], facts["error_over_eager"], facts["error_over_budget"]) == (1e-6, 0.5, 0.25)
+    assert (facts["error"], facts["error_over_eager"], facts["error_over_tolerance"]) == (1e-6, 0.5, 0.25)
     many = rows.facts(replace(one, seconds=[float(n) for n in range(1, 102)]), results)
     assert (many["p20_us"], many["median_us"], many["p80_us"]) == (21e6, 51e6, 81e6)
     bare = rows.facts(replace(one, flops=None, bytes=None, unit="", peak_bytes=None), results)

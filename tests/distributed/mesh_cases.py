@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from crate_kernels.distributed import sequence_parallel, tensor_parallel
-from crate_kernels.testing import budget
+from crate_kernels.testing import tolerance
 from tests.distributed.common import same, same_gradients, whole
 from tests.distributed.sharded_cases import BLOCKS
 from tests.distributed.tensor_cases import HEADS
@@ -150,7 +150,7 @@ def half(family, cut, **changes):
         grads = [
             {f"d{name}": whole(dict(m.named_parameters())[name].grad) for name in names} for m in (model, eager, exact)
         ]
-        wrong = [each for each in budget.measure(*grads, torch.bfloat16) if not each.passed]
+        wrong = [each for each in tolerance.measure(*grads, torch.bfloat16) if not each.passed]
         assert not wrong, wrong
 
     return run

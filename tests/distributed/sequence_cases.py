@@ -16,7 +16,7 @@ from crate_kernels import models, patch
 from crate_kernels.distributed import sequence_parallel, unshard
 from crate_kernels.models import tost
 from crate_kernels.nn import MSSA, TSSA, CausalMSSA, CausalTSSA
-from crate_kernels.testing import budget
+from crate_kernels.testing import tolerance
 from tests.distributed.common import drawn, own, same, same_gradients, whole
 from tests.models import families
 from tests.patch import published
@@ -134,7 +134,7 @@ def sharded_single(data):
         ratios = defaultdict(list)
         for seed in range(9):
             model = families.drawn(families.build("crate_lm").double(), seed)
-            for each in budget.measure(*sharded_gradients(model, torch.float32, group, data), torch.float32):
+            for each in tolerance.measure(*sharded_gradients(model, torch.float32, group, data), torch.float32):
                 assert each.finite, each
                 ratios[each.output].append(each.share)
         wrong = {name: drawn for name, drawn in ratios.items() if statistics.median(drawn) > 1}

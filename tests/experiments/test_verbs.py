@@ -77,7 +77,7 @@ def test_an_interrupted_training_goes_on(verb, run, undrawn, monkeypatch, metric
     assert not (folder / "metrics.json").exists()
     status, printed, folder = run(verb)
     assert status == 0
-    assert "oing on from step 2 of" in printed
+    assert "esuming after step 2 of" in printed
     resumed = metrics(folder)
     status, _, folder = run(verb, "--fresh")
     assert status == 0

@@ -159,7 +159,7 @@ def train(fit: Fit, trial: Trial) -> None:
     if not trial.fresh and resume(fit, trial.folder):
         if fit.done == fit.total:
             return trial.say(f"{fit.label}: already trained; --fresh trains anew")
-        trial.say(f"{fit.label}: going on from step {fit.done} of {fit.total}")
+        trial.say(f"{fit.label}: resuming after step {fit.done} of {fit.total}")
     advance(fit, trial)
 
 

@@ -31,8 +31,8 @@ def run(trial: Trial, settings: ICLSettings) -> int:
         variance = float(settings.nonzeros if task == "sparse" else settings.dims)
         floors = {"least squares": prompts.errors(prompts.least_squares(xs, ys), ys, variance)}
         if task == "sparse":
-            told = prompts.knowing_the_support(xs, ys, weights)
-            floors["least squares, told which weights count"] = prompts.errors(told, ys, variance)
+            guesses = prompts.knowing_the_support(xs, ys, weights)
+            floors["least squares, told which weights count"] = prompts.errors(guesses, ys, variance)
         fits = {name: _fit(trial, settings, task, name, (xs, ys), variance) for name in models(settings)}
         for fit in fits.values():
             train(fit, trial)
@@ -81,7 +81,7 @@ def fresh(trial: Trial, settings: ICLSettings, name: str) -> AoTRegression:
         if settings.derived:
             start_as_derived(model)
     if name == _OPPOSITE:
-        opposite.turn(model)
+        opposite.negate_every_second_head(model)
     return model.to(trial.device)
 
 

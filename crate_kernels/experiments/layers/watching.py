@@ -38,7 +38,7 @@ def train(training: Training, trial: Trial, looks: tuple[int, ...]) -> dict[int,
 
     training.watch, training.watch_at = measure, {look * epoch for look in looks}
     if not trial.fresh and resume(training, trial.folder):
-        trial.say(f"Going on from step {training.done} of {training.total}")
+        trial.say(f"Resuming after step {training.done} of {training.total}")
         seen.update(_read(path))
     advance(training, trial)
     return seen

@@ -34,7 +34,7 @@ from crate_kernels.ops.ista.call import ISTACall
 from crate_kernels.ops.ista.cuda import UpdateTerms
 
 # W^T W is multiplied by panels, which leaves out 5/12 of it: at most _PANELS, each at least _PANEL wide. Up to
-# _MIN_DIM their calls cost more than they spare.
+# _MIN_DIM their calls cost more than they save.
 _PANELS, _PANEL, _MIN_DIM = 6, 96, 256
 # One call for all products of so many tokens of at most such a dim, in whole vectors. One thread of a Zen 5, forward /
 # backward, microseconds: (8, 64) 3.4 / 6.3, by products of the library 13.2 / 35.9; (8, 384) 28 / 87, 81 / 210;
@@ -69,11 +69,11 @@ class _Cpu(steps.Engine):
         return count >= self._square(dim) * dim
 
     def one_product_back(self, tokens, need_dx, need_dweight):
-        # The one-product form spares products with the tokens, and has products of squares instead.
+        # The one-product form saves products with the tokens, and adds products of dim^3.
         count, dim = tokens.shape
         square = self._square(dim)
-        spared, squares = (3, 1 + square) if need_dx and need_dweight else (1, square) if need_dx else (3, 1)
-        return spared * count >= squares * dim
+        saved, squares = (3, 1 + square) if need_dx and need_dweight else (1, square) if need_dx else (3, 1)
+        return saved * count >= squares * dim
 
     def _square(self, dim: int) -> float:
         """Return the cost of W - W^T W, in products with dim tokens."""

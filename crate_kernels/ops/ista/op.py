@@ -25,9 +25,9 @@ _OVERCOMPLETE_OPTIONS = f"{operator.schema_of(OvercompleteCall)}, str backend"
 def _backward_order(names: tuple[str, ...], dy: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[str, ...]:
     """Let composite differentiate where it is as fast as cpp.
 
-    With bfloat16 weights the cpp kernels spare no pass: on AVX512-BF16 they take 0.93-1.2 times as long for dim 192-768
-    and up to 6304 tokens, on two threads. Of small products the calls count, of which cpp has fewer: on one thread it
-    takes 0.79 to 0.9 of the time from 64 x 192 to 1024 x 192, and 0.94 of 197 x 384.
+    With bfloat16 weights the cpp kernels save no pass: on AVX512-BF16 they take 0.93-1.2 times as long for dim 192-768
+    and up to 6304 tokens, on two threads. For small products the number of calls counts, and cpp has fewer: on one
+    thread it takes 0.79 to 0.9 of the time from 64 x 192 to 1024 x 192, and 0.94 of 197 x 384.
     """
     rows = prod(x.shape[:-1])
     in_bfloat16 = weight.dtype == products.fast_dtype(weight.dtype, rows) == torch.bfloat16

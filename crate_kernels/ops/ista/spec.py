@@ -124,7 +124,7 @@ def published_overcomplete(
 
 
 def _work(case: Case) -> Work:
-    """Count one product forward and two backward, those of the least form: the published nine cannot look busy."""
+    """Count one product forward and two backward: the minimum of any form, so more products give no higher rate."""
     batch, seqlen, dim = case.shape[:3]
     tensor, weights = float(batch * seqlen * dim), dim**2
     product = 2.0 * tensor * dim

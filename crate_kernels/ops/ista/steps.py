@@ -55,10 +55,10 @@ class Engine:
     def one_product_back(self, tokens: Tensor, need_dx: bool, need_dweight: bool) -> bool:
         """Tell whether the backward takes the one-product form.
 
-        It spares 3 products with the tokens and costs 2 of dim^3; for either gradient alone, 1 and 1.
+        It saves 3 products with the tokens and costs 2 of dim^3; for either gradient alone, 1 and 1.
         """
-        spared, squares = (3, 2) if need_dx and need_dweight else (1, 1)
-        return spared * tokens.shape[0] >= squares * tokens.shape[1]
+        saved, squares = (3, 2) if need_dx and need_dweight else (1, 1)
+        return saved * tokens.shape[0] >= squares * tokens.shape[1]
 
     def gram(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return K = W - W^T W, formed in weight's dtype or better and rounded once."""

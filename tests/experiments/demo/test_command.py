@@ -105,7 +105,7 @@ def test_an_interrupted_demo_goes_on(demo, undrawn, monkeypatch):
     monkeypatch.setattr(Training, "step", steps)
     status, out, _, folder = demo()
     assert status == 0
-    assert "going on from step 6 of 14" in out
+    assert "resuming after step 6 of 14" in out
     # Neither part's time is the time of a whole training.
     assert json.loads((folder / "metrics.json").read_text())["training_seconds"] is None
 

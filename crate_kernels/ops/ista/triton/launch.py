@@ -17,7 +17,7 @@ overcomplete backward  4 steps           3 s + 4,  5 s + 4, steps      3 for one
                        (of dim * hidden) steps                         product, or past two steps by 2 reads, 1 write
 ====================== ================= ========= =================== ===============================================
 
-The least is 1 product forward and 3 for training; 2 and 6 in the two-product form, whose backward computes the
+The minimum is 1 product forward and 3 for training; 2 and 6 in the two-product form, whose backward computes the
 residual again rather than keep it. Beside them K = W - W^T W and its derivative take dim^3 each. The sums over all
 tokens, x^T g', are the library's products: their few output tiles need its split along the tokens. Masking dy into g'
 first is one pass, and lets both products of the backward read one tensor by asynchronous copies. The form of a step and

@@ -24,8 +24,8 @@ class _Tiles(NamedTuple):
     """Tiles of a class of head dims: those up to it, padded to it.
 
     A warp owns 16 * rows rows and walks over tiles of ``columns`` keys; with ``in_registers`` its operands stay there.
-    These are the largest tiles without spills on sm_80 and sm_90 whose blocks of four warps fit 99 KB of shared memory,
-    the least of these GPUs. They have not been timed.
+    These are the largest tiles without spills on sm_80 and sm_90 whose blocks of four warps fit the smallest
+    shared memory of these GPUs, 99 KB. They have not been timed.
     """
 
     rows: int
