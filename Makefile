@@ -114,6 +114,9 @@ test-threads: .venv/test.stamp
 #. compile every Triton kernel for every GPU with both versions of Triton, without a GPU
 aot: .venv/test.stamp .venv-triton-3.6/made.stamp
 	$(BIN)/python -m pytest tests/tools/aot tests/ops/*/test_aot.py tests/ops/*/exhaustive_aot.py $(ARGS)
+	rm -rf build/launched
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -p tests.tools.aot.launched --launched build/launched -m "" $(SPREAD) tests/ops -k triton
+	$(BIN)/python -m tests.tools.aot.launched build/launched
 
 # All of it is about 5 hours of two cores, of which Triton's interpreter takes 3. make fuzz ARGS='--minutes 300 --backend
 # cpp'; make fuzz ARGS='--seed 7' repeats a call.
