@@ -56,8 +56,8 @@ bench: .venv/dev.stamp extension
 
 # With the Python that is active; docs/gpu.md says what it needs and what comes back. make gpu ARGS='--only suite'
 gpu: OUT = build/gpu
-MINUTES ?= 25
-## tests, tuning and benchmarks of this machine's GPU, MINUTES=25 into OUT=build/gpu; resumes
+MINUTES ?= 13
+## tests, tuning and benchmarks of this machine's GPU, MINUTES=13 into OUT=build/gpu; resumes
 gpu:
 	$(PYTHON) -m tests.gpu --minutes $(MINUTES) --out $(OUT) $(ARGS)
 

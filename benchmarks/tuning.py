@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
-from benchmarks import cells
+from benchmarks import cells, profiled
 from crate_kernels.bench.rows import Results
-
-_FOLDER = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
@@ -70,10 +66,8 @@ KERNELS = (
 
 def seconds(results: Results) -> dict[str, float]:
     """Return the time of each workload's fastest configuration in the last run that timed it; empty without a file."""
-    path = _FOLDER / results.machine.get("device", "none").lower().replace(" ", "-") / "tuning.jsonl"
     last: dict[str, tuple[int, float]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        found = json.loads(line)
+    for found in profiled.lines(results, "tuning.jsonl"):
         run, fastest = last.get(found["workload"], (0, 0.0))
         if found["seconds"]:
             fastest = min(fastest, found["seconds"]) if run == found["run"] else found["seconds"]
@@ -82,29 +76,33 @@ def seconds(results: Results) -> dict[str, float]:
 
 
 def table(results: Results) -> str:
-    """Render the time and the rate of each kernel, beside the rate of a copy or of a product of PyTorch's library."""
+    """Render the time and the rate of each kernel, beside the rate of a stream or of a product of PyTorch's."""
     timed, lines = seconds(results), []
-    product, copy = results.machine["product_flops"]["bf16"], results.machine["copy_bytes"]
+    product, stream = results.machine["product_flops"]["bf16"], profiled.stream_bytes(results)
     for kernel in KERNELS:
         if kernel.workload in timed:
             time = timed[kernel.workload]
             rate = (
                 [f"{kernel.flops / time / 1e12:.0f} TFLOP/s", f"{product / 1e12:.0f}"]
                 if kernel.flops
-                else [f"{kernel.bytes / time / 1e12:.2f} TB/s", f"{copy / 1e12:.2f}"]
+                else [f"{kernel.bytes / time / 1e12:.2f} TB/s", f"{stream / 1e12:.2f}"]
             )
             shape = f"({', '.join(map(str, kernel.shape))})"
             lines.append([kernel.name, shape, f"{1e6 * time:.0f}", kernel.counted, *rate])
-    return cells.markdown(["kernel", "tokens", "us", "counted", "rate", "PyTorch's product or copy"], lines)
+    return cells.markdown(["kernel", "tokens", "us", "counted", "rate", "PyTorch's product or sum"], lines)
 
 
-def over_a_copy(results: Results) -> dict[str, float]:
-    """Return the rate of each kernel that is bound by memory as a multiple of a copy's, by name and shape."""
+def over_pytorch(results: Results) -> dict[str, float]:
+    """Return the rate of each kernel as a multiple of a stream's or a product's of PyTorch, by name and shape."""
     timed = seconds(results)
+    if not timed:
+        return {}
+    product, stream = results.machine["product_flops"]["bf16"], profiled.stream_bytes(results)
     return {
-        f"{kernel.name.replace('`', '')} ({', '.join(map(str, kernel.shape))})": kernel.bytes
+        f"{kernel.name.replace('`', '')} ({', '.join(map(str, kernel.shape))})": (
+            kernel.flops / product if kernel.flops else kernel.bytes / stream
+        )
         / timed[kernel.workload]
-        / results.machine["copy_bytes"]
         for kernel in KERNELS
-        if kernel.passes and kernel.workload in timed
+        if kernel.workload in timed
     }

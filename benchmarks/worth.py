@@ -1,4 +1,4 @@
-"""The benchmarks in order of worth: those of half an hour of a GPU, and those of a CPU's default run."""
+"""The benchmarks in order of worth: those of a quarter of an hour of a GPU, and those of a CPU's default run."""
 
 from __future__ import annotations
 

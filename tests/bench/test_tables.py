@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import goals, tables, tuning
+from benchmarks import goals, profiled, tables, tuning
 from crate_kernels.bench import rows
 
 
@@ -158,10 +158,10 @@ GPU_GOALS = {
         {"sdpa": (2.5, {}), "sdpa-cudnn": (2.25, {}), "default": (1.0, {})},
         "| mssa forward, 197 tokens | bf16 | 2.1 x best sdpa | vit-197-d64 2.25 | yes |",
     ),
-    "copy": (
+    "stream": (
         ("decode", "mssa", "64x12x64-cached-4096", "forward"),
         {"eager": (9.0, {}), "triton": (1.0, {"bytes": 3e12})},
-        "| mssa decode, 256 MB of cache and more | bf16 | 1 x copy | 64x12x64-cached-4096 0.75 | 0 of 1 |",
+        "| mssa decode, 256 MB of cache and more | bf16 | 1 x stream | 64x12x64-cached-4096 0.75 | 0 of 1 |",
     ),
     "product": (
         ("ista", "ista", "crate-b", "forward"),
@@ -219,10 +219,19 @@ def test_models_are_shown_with_and_without_graphs(tmp_path, monkeypatch):
     assert "No GPU" in rendered("gpu-graphed", tmp_path, monkeypatch, True, found[:3])
 
 
-def test_without_a_gpu_its_goals_are_not_measured():
-    said = tables.render("gpu-goals", {})
-    assert said.startswith("Not measured:\n\n- mssa forward, 197 tokens: 2.1 x best sdpa\n- ")
-    assert said.count(" x ") == len(goals.GPU_GOALS) + 1  # that of both clocks
+def test_without_a_gpu_its_goals_are_not_measured_but_that_of_the_host():
+    measured, left = tables.render("gpu-goals", {}).split("\nNot measured:\n\n")
+    assert [line.split(" | ")[0] for line in measured.splitlines()[2:]] == ["| the host's time of a call"]
+    assert left.startswith("- mssa forward, 197 tokens: 2.1 x best sdpa\n- ")
+    assert left.count(" x ") == len(goals.GPU_GOALS) + 1  # that of both clocks
+
+
+def test_the_goal_of_the_host_is_judged_by_the_worst_column():
+    host = {"sdpa": {"of": "sdpa", "grad": 10.0, "both": 100.0}}
+    host |= {call: {"of": "sdpa", "grad": 12.0, "both": 10.0} for call in goals._HOST_MOST}
+    *_, measured, met, _ = goals.host_line(host)
+    assert measured.startswith("mssa 1.20, ")
+    assert met.startswith("3 of 5")
 
 
 def test_a_kernel_is_timed_by_its_last_run_and_stands_for_a_goal_without_a_case(tmp_path, monkeypatch):
@@ -234,7 +243,7 @@ def test_a_kernel_is_timed_by_its_last_run_and_stands_for_a_goal_without_a_case(
     lines += [{"run": 1, "workload": kernel.workload, "seconds": 1e-4} for kernel in tuning.KERNELS if kernel.passes]
     (tmp_path / "nvidia-none").mkdir()
     (tmp_path / "nvidia-none" / "tuning.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    monkeypatch.setattr(tuning, "_FOLDER", tmp_path)
+    monkeypatch.setattr(profiled, "FOLDER", tmp_path)
     results = rows.Results(machine(gpu=True), [])
     _, _, first, second, *_ = tuning.table(results).splitlines()
     assert (
@@ -243,5 +252,19 @@ def test_a_kernel_is_timed_by_its_last_run_and_stands_for_a_goal_without_a_case(
     )
     assert second.startswith("| `mssa` decode | (16, 12, 8193, 64) | 100 | the cache once | 2.01 TB/s | 4.00 |")
     assert "| mssa decode (16, 12, 8193, 128), as tuned 1.01 | yes |" in tables._all_goals(results)
+    sums, other = ["CUDAFunctor_add", 1.0, 2], ["FillFunctor", 9.0, 1]
+    ours = [["_mssa_fwd_kernel", 2.0, 1], ["_mssa_bwd_kernel", 4.0, 1], ["_mssa_bwd_delta_kernel", 1.0, 1], sums, other]
+    others = {"flash": [["flash_fwd_kernel", 9.0, 1], ["dot_do_o", 3.0, 1], sums]}
+    others["cudnn"] = [["fprop", 3.0, 1], ["bprop", 3.0, 1], ["dot_do_o", 1.0, 1]]
+    calls = [
+        {"call": f"mssa vit-197 {name}", "shape": [1000, 1000], "kernels": kernels}
+        for name, kernels in {"triton": ours, **others}.items()
+    ]
+    (tmp_path / "nvidia-none" / "profile.jsonl").write_text("\n".join(map(json.dumps, calls)))
+    assert profiled.over_the_best_sdpa(results) == {"mssa vit-197 forward": 1.5, "mssa vit-197 backward": 0.6}
+    assert profiled.stream_bytes(results) == 1.2e13  # twice two numbers read and one written, of 2 bytes, in 1 us
+    said = tables._all_goals(results)
+    assert "| mssa vit-197 forward, as profiled 1.50 | 0 of 1 |" in said
+    assert "| mssa decode (16, 12, 8193, 128), as tuned 0.34 | 0 of 1 |" in said
     elsewhere = rows.Results(machine(gpu=True) | {"device": "NVIDIA Other"}, [])
-    assert "mssa decode, 256 MB of cache and more: 1 x copy" in tables._all_goals(elsewhere)
+    assert "mssa decode, 256 MB of cache and more: 1 x stream" in tables._all_goals(elsewhere)

@@ -1,4 +1,4 @@
-"""One command for half an hour on a GPU: ``python -m tests.gpu --minutes 25 --out FOLDER``, or ``make gpu``.
+"""One command for a quarter of an hour on a GPU: ``python -m tests.gpu --minutes 13 --out FOLDER``, or ``make gpu``.
 
 It needs PyTorch, Triton, NumPy, pytest 9 and, to compile the C++ extension, a compiler and the package ninja; no git
 and no network. Six parts follow one another, each for at most its minutes: a smoke test, the test suite in processes
@@ -52,10 +52,10 @@ class Part:
 # On an H200 with 16 cores, smoke ended within a minute, and the suite within four.
 PARTS = (
     Part("smoke", 1.5),
-    Part("suite", 4.5),
-    Part("probes", 1),
-    Part("host", 1),
-    Part("tuning", 3),
+    Part("suite", 4),
+    Part("probes", 0.75),
+    Part("host", 0.5),
+    Part("tuning", 2.25),
     Part("timing", math.inf),
 )
 
@@ -86,7 +86,7 @@ class State:
 
 def parse(argv):
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=25.0, help="of this call; 25 by default")
+    parser.add_argument("--minutes", type=float, default=13.0, help="of this call; 13 by default")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results; go on from what is in it")
     parser.add_argument(
         "--workers", type=int, default=0, help="processes side by side; two fewer than cores by default"

@@ -63,7 +63,7 @@ def called(folder, watch, minutes, needs):
 
 def test_each_part_has_its_minutes_and_the_rest_goes_to_the_last(tmp_path, watch):
     needs = {"smoke": 80, "suite": 10_000, "probes": 40, "host": 50, "tuning": 10_000, "timing": 10_000}
-    given = [("smoke", 90), ("suite", 270), ("probes", 60), ("host", 60), ("tuning", 180), ("timing", 880)]
+    given = [("smoke", 90), ("suite", 240), ("probes", 45), ("host", 30), ("tuning", 135), ("timing", 975)]
     assert called(tmp_path, watch, 25, needs) == given
 
 
@@ -72,8 +72,8 @@ def test_a_shorter_call_goes_on_where_the_last_one_ended(tmp_path, watch):
     calls = [called(tmp_path, watch, 5, needs) for _ in range(3)]
     assert calls == [
         [("smoke", 90), ("suite", 220)],
-        [("suite", 50), ("probes", 60), ("host", 60), ("tuning", 180), ("timing", 100)],
-        [("timing", 300), ("suite", 100)],  # all had their minutes: what is left goes to the first that needs it
+        [("suite", 20), ("probes", 45), ("host", 30), ("tuning", 135), ("timing", 130)],
+        [("timing", 300), ("suite", 130)],  # all had their minutes: what is left goes to the first that needs it
     ]
 
 
