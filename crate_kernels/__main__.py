@@ -1,4 +1,4 @@
-"""``python -m crate_kernels``."""
+"""``python -m crate_kernels SUBCOMMAND``."""
 
 import sys
 

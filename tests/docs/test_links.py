@@ -114,3 +114,11 @@ def test_the_pages_name_every_experiment():
     assert table == subcommands - {"demo"}
     for page in (pages.ROOT / "README.md", pages.DOCS / "gallery.md"):
         assert subcommands - {"demo"} <= set(pages.inline(page)), page
+
+
+LINES = {"README.md": 130, "CHANGELOG.md": 80, "docs/mssa.md": 100, "docs/tssa.md": 100, "docs/ista.md": 100}
+
+
+@pytest.mark.parametrize("page", LINES)
+def test_pages_that_are_read_first_stay_short(page):
+    assert len((pages.ROOT / page).read_text().splitlines()) <= LINES[page]

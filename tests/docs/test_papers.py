@@ -26,5 +26,13 @@ def test_every_paper_that_a_source_names_is_cited():
     }
     page = (pages.DOCS / "papers.md").read_text()
     assert named == set(re.findall(r"\[arXiv (\d{4}\.\d{5})\]", page))
+    cited = (pages.ROOT / "CITATION.cff").read_text()
+    assert named == set(re.findall(r"arXiv:(\d{4}\.\d{5})", cited))
+    titles = [
+        title.replace("{", "").replace("}", "") for title in re.findall(r"^  title +=\s+{(.+)},$", page, re.MULTILINE)
+    ]
+    years = re.findall(r"^  year +=\s+{(\d+)}", page, re.MULTILINE)
+    assert titles == re.findall(r'^    title: "(.+)"$', cited, re.MULTILINE)
+    assert years == re.findall(r"^    year: (\d+)$", cited, re.MULTILINE)
     assert len(re.findall(r"^@\w+\{\w+,$", page, re.MULTILINE)) == len(named)
     assert len(named) == 7

@@ -1,6 +1,7 @@
 """Every command that a page shows: its program is here, and its own parser takes the options, without running it."""
 
 import argparse
+import ast
 import functools
 import os
 import re
@@ -19,8 +20,8 @@ import torch.distributed.run
 from tests.docs import pages
 from tests.integrations import vision_schemas  # noqa: F401 (torchvision can be imported)
 
-MEANT = {"N": "1", "NAME": "denoise"}  # words of prose in the place of a value
-SLOW = pytest.mark.exhaustive  # imports transformers' Trainer
+MEANT = {"N": "1", "NAME": "denoise", "SUBCOMMAND": "info"}  # words of prose in the place of a value
+SLOW, TRAINER = pytest.mark.exhaustive, re.compile("^accelerate|_trainer.py")  # imports transformers' Trainer
 EXTRAS = re.compile(r"^\.(?:\[([\w,-]+)\])?$")
 
 
@@ -49,6 +50,29 @@ def shown():
             if code.startswith(tuple(f"{program} " for program in PROGRAMS)) or re.match(r"\w+=\S+ pytest ", code):
                 every += commands(code)
         for command in every:
+            found[shlex.join(command)] = command
+    return found
+
+
+def in_sources():
+    """Return every command in a docstring of the package, its benchmarks and examples, each once, by its text.
+
+    It is in double backticks, or an indented line. What a message says to install counts too.
+    """
+    found = {}
+    programs = "|".join(map(re.escape, PROGRAMS))
+    for path in (
+        path for folder in ("crate_kernels", "benchmarks", "examples") for path in (pages.ROOT / folder).rglob("*.py")
+    ):
+        text = path.read_text()
+        every = re.findall(r"[^`](pip install [\w-]+)", text)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (said := ast.get_docstring(node)):
+                every += [" ".join(code.split()) for code in re.findall(rf"``((?:{programs}) [^`]+)``", said)]
+                every += re.findall(
+                    rf"^    ((?:\w+=\S+ )?(?:{programs}) \S.*)$", said.replace("\\\n", " "), re.MULTILINE
+                )
+        for command in (command for code in every for command in commands(code)):
             found[shlex.join(command)] = command
     return found
 
@@ -103,7 +127,7 @@ def pip(words):
     if "--require-hashes" in words or "--target" in words:
         return
     words = [word for word in words[1:] if word not in ("-e", "-c", "constraints.txt", "--no-build-isolation")]
-    for word in set(words) - required():
+    for word in set(words) - required() - named():
         found = EXTRAS.match(word)
         assert found, f"pip install {word}"
         for extra in (found[1] or "").split(",") if found[1] else ():
@@ -115,6 +139,12 @@ def required():
     """Return what pyproject.toml requires of a build."""
     section = (pages.ROOT / "pyproject.toml").read_text().partition("[build-system]\n")[2].partition("\n[")[0]
     return set(re.findall(r'^ +"([^"]+)"', section, re.MULTILINE))
+
+
+@functools.cache
+def named():
+    """Return the packages that pyproject.toml names anywhere."""
+    return set(re.findall(r'^ +"([\w-]+)[>=]', (pages.ROOT / "pyproject.toml").read_text(), re.MULTILINE))
 
 
 @functools.cache
@@ -186,18 +216,26 @@ PROGRAMS = {
     "ln": tool,
     ".ci/run": ci,
 }
-SHOWN = shown()
+SHOWN = shown() | in_sources()
 
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(words, marks=SLOW if words[0] == "accelerate" else (), id=each) for each, words in SHOWN.items()],
+    [pytest.param(words, marks=SLOW if TRAINER.search(each) else (), id=each) for each, words in SHOWN.items()],
 )
 def test_command_parses(command, monkeypatch):
     program, *words = command
     if program == "make" and not shutil.which("make"):
         pytest.skip("needs make")
     PROGRAMS[program](words, monkeypatch)
+
+
+def test_a_wrong_command_is_refused(monkeypatch):
+    for command in ("pip install '.[none]'", "pip install nonesuch", "python -m crate_kernels info --nonesuch"):
+        (words,) = commands(command)
+        with pytest.raises((AssertionError, SystemExit)):
+            PROGRAMS[words[0]](words[1:], monkeypatch)
+        monkeypatch.undo()
 
 
 def known_options():
