@@ -1,10 +1,10 @@
 """One command for a quarter of an hour on a GPU: ``python -m tests.gpu --minutes 13 --out FOLDER``, or ``make gpu``.
 
 It needs PyTorch, Triton, NumPy, pytest 9 and, to compile the C++ extension, a compiler and the package ninja; no git
-and no network. Six parts follow one another, each for at most its minutes: a smoke test, the test suite in processes
-side by side, probes of the hardware, the host's time, tuning, and with what time is left the benchmarks in order of
-worth. Results are in FOLDER as soon as they are known. Started again with the same folder, the run resumes where it
-ended: minutes that a part has had are counted in ``progress.json``.
+and no network. Seven parts follow one another, each for at most its minutes: a smoke test, the test suite in processes
+side by side, probes of the hardware, the host's time, tuning, reports of kernels over their estimates, and with what
+time is left the benchmarks in order of worth. Results are in FOLDER as soon as they are known. Started again with the
+same folder, the run resumes where it ended: minutes that a part has had are counted in ``progress.json``.
 """
 
 import argparse
@@ -56,6 +56,7 @@ PARTS = (
     Part("probes", 0.75),
     Part("host", 0.5),
     Part("tuning", 2.25),
+    Part("ncu", 0.75),
     Part("timing", math.inf),
 )
 
