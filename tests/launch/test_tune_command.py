@@ -112,7 +112,7 @@ def test_what_is_shipped_for_the_architecture_is_timed(
     command[0].table.rows[arch] = command[0].table.rows["sm_90"]
     assert cli.main(["tune", *options]) == 0
     assert tried == expected
-    assert ("sm_90.json ranks" in capsys.readouterr().out) == (expected != EVERY)
+    assert ("ranked of sm_90.json" in capsys.readouterr().out) == (expected != EVERY)
 
 
 @pytest.mark.parametrize("path", sorted(tune._RANKED.glob("*.json")), ids=lambda path: path.stem)
