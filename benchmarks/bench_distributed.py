@@ -1,5 +1,7 @@
 """Sequence-parallel mssa: two local processes on gloo against one, run by hand: python -m benchmarks.bench_distributed.
 
+Goal: at 8192 tokens each of two ranks computes for at most 0.65 of the time of one process, transfers apart.
+
 Each process has one thread. Times are its processor time, which excludes waiting: the minimum of several rounds.
 A round runs one process and all forms one after the other. Transfers are timed separately, by the wall clock.
 """
@@ -135,11 +137,11 @@ def main() -> None:
     for key, forms in ranks[0].items():
         one = min(computed for computed, _ in forms["one"])
         for form in FORMS:
-            least = [min(computed for computed, _ in rank[key][form]) for rank in ranks]
+            minima = [min(computed for computed, _ in rank[key][form]) for rank in ranks]
             sent = max(min(sent for _, sent in rank[key][form]) for rank in ranks)
-            mark = "" if max(least) <= GOAL * one else f" over {GOAL}"
-            share = f"{max(least) / one:.3f}{mark}"
-            print(f"| {key} | {form} | {one * 1e3:.0f} | {max(least) * 1e3:.0f} | {share} | {sent * 1e3:.1f} |")
+            mark = "" if max(minima) <= GOAL * one else f" over {GOAL}"
+            share = f"{max(minima) / one:.3f}{mark}"
+            print(f"| {key} | {form} | {one * 1e3:.0f} | {max(minima) * 1e3:.0f} | {share} | {sent * 1e3:.1f} |")
 
 
 if __name__ == "__main__":

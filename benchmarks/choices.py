@@ -1,7 +1,7 @@
 """Which backend ``None`` takes on GPUs that were timed: the tables of crate_kernels/_core/measured.py.
 
 ``python -m benchmarks.tables`` writes them from benchmarks/results/. In a class of calls a backend is taken where the
-usual one needed ``LEAST`` times as long on the device. A row has a time only if it was right.
+usual one needed ``MIN_RATIO`` times as long on the device. A row has a time only if it was right.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks import cells
 from crate_kernels._core import measured
 from crate_kernels.bench.rows import DTYPES, BenchRow, Results
 
-LEAST = 1.05  # less is within what runs differ by
+MIN_RATIO = 1.05  # less is within what runs differ by
 # By the names of results, the usual one first. Composite's attention is PyTorch's own, which stands for it where it was
 # not timed itself.
 _BACKENDS = {"triton": "triton", "cpp": "cpp", "composite": "composite", "sdpa": "composite"}
@@ -67,7 +67,7 @@ def _fastest(beside: Mapping[str, BenchRow]) -> tuple[str, float]:
         return "", 1.0
     usual, best = next(iter(times.values())), min(times, key=times.__getitem__)
     default = beside["default"].time if "default" in beside else usual
-    taken = usual >= LEAST * times[best] and LEAST * default >= times[best]
+    taken = usual >= MIN_RATIO * times[best] and MIN_RATIO * default >= times[best]
     return (best, round(usual / times[best], 3)) if taken else ("", 1.0)
 
 

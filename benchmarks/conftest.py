@@ -15,7 +15,7 @@ from crate_kernels.bench.providers import DEFAULT, OURS
 from crate_kernels.bench.rows import Results
 from tests.integrations import vision_schemas  # noqa: F401 (timm imports torchvision)
 
-MOST_ROUNDS_SECONDS = {"quick": 0.1, "brief": 0.2, "full": 0.4}
+MAX_ROUNDS_SECONDS = {"quick": 0.1, "brief": 0.2, "full": 0.4}
 QUICK_MINUTES = 5.0
 RESULTS = Path("bench-output") / "results.json"  # of a run that names no file: begun anew
 COLUMNS = ["min", "median", "iqr", "rounds"]
@@ -25,7 +25,7 @@ def pytest_addoption(parser):
     group = parser.getgroup("crate_kernels benchmarks")
     group.addoption(
         "--tier",
-        choices=tuple(MOST_ROUNDS_SECONDS),
+        choices=tuple(MAX_ROUNDS_SECONDS),
         help=f"quick, the default on a CPU: at most {QUICK_MINUTES:g} minutes; brief: a quarter of an hour or more; "
         "full: all, the default on a GPU",
     )
@@ -132,7 +132,7 @@ def timed(request, benchmark, results, started):
     device, path = config.device, config.results
 
     def timer(call, prepare):
-        rounds = clock.warm_rounds(call, prepare, device, MOST_ROUNDS_SECONDS[config.tier])
+        rounds = clock.warm_rounds(call, prepare, device, MAX_ROUNDS_SECONDS[config.tier])
 
         def setup():
             args = prepare()
@@ -184,7 +184,7 @@ def together(request, benchmark, results, started):
         earlier = {row.key: row for row in results.rows}
         skip_what_is_done(config, started, all(row.key in earlier for row in timed_rows))
         benchmark.group = " ".join(filter(None, timed_rows[0].group))
-        seconds = MOST_ROUNDS_SECONDS[config.tier]
+        seconds = MAX_ROUNDS_SECONDS[config.tier]
         benchmark.pedantic(lambda: measure(timed_rows, config.device, seconds), rounds=1, iterations=1)
         for row in timed_rows:
             if row.key in earlier:

@@ -21,7 +21,7 @@ class Goal:
 
     Attributes:
         what: the operator and direction, in words.
-        target: least time of ``baseline`` as a multiple of ours; for overhead, the most microseconds.
+        target: minimum time of ``baseline`` as a multiple of ours; for overhead, the maximum of microseconds.
         baseline: the provider, or "best sdpa" of them; "stream" of the same bytes and "product" of the same work, at
             the rates of the machine; "eager's memory" in the place of its time.
         bench, direction, dtype, cases: select our rows.
@@ -224,12 +224,12 @@ def lines(results: Results, alone: Mapping[str, float] = MappingProxyType({})) -
         ]
     if on_gpu:
         yield _of_both_clocks(results)
-    for provider, what, most in () if on_gpu else _OVERHEAD:
+    for provider, what, maximum in () if on_gpu else _OVERHEAD:
         costs = {op: _overhead(results, op, provider) for op in overhead.OPS}
         measured = ", ".join(f"{op} {cost:.1f}" for op, cost in costs.items() if not math.isnan(cost))
-        verdict = "yes" if all(cost <= most for cost in costs.values()) else "no" if measured else "not measured"
+        verdict = "yes" if all(cost <= maximum for cost in costs.values()) else "no" if measured else "not measured"
         reason = "Python around the op: checks, the choice of a backend, autograd" if verdict == "no" else ""
-        yield [f"public call over the raw op, {what}", "fp32", f"at most {most:g} us", measured, verdict, reason]
+        yield [f"public call over the raw op, {what}", "fp32", f"at most {maximum:g} us", measured, verdict, reason]
 
 
 def host_line(host: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -24,7 +24,7 @@ from crate_kernels._native import extension
 
 _MAX_ENTRIES = 4096
 _MAX_FAILURES = 64  # kinds of tensors of one entry that could not be recorded; after so many, none is tried
-_MAX_TENSORS, _MAX_RESULTS = 9, 5  # of a call: kMostTensors and kMostResults of csrc/common/plan.cpp
+_MAX_TENSORS, _MAX_RESULTS = 9, 5  # of a call: kMaxTensors and kMaxResults of csrc/common/plan.cpp
 _numbers = itertools.count(1)
 _forgetful: list[Callable[[], None]] = []
 

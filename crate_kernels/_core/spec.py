@@ -191,13 +191,13 @@ class Decoding:
         steps: the timed steps.
         make: maps (step, provider, past tokens, new token) to a ``Stepper``.
         providers: names of the providers that ``make`` knows besides our backends.
-        least_bytes: bytes of the cache that a step must read or write.
+        min_bytes: bytes of the cache that a step must read or write.
     """
 
     steps: tuple[TimedStep, ...]
     make: Callable[[TimedStep, str, Tensor, Tensor], Stepper]
     providers: tuple[str, ...]
-    least_bytes: Callable[[TimedStep, torch.dtype], float]
+    min_bytes: Callable[[TimedStep, torch.dtype], float]
 
 
 @dataclass(frozen=True)

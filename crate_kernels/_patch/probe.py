@@ -35,7 +35,7 @@ _SAME_LARGE = 1e-3
 # Roundings to the module's dtype between input and output: about ten in the published forward, plus the fused one's.
 _ROUNDINGS = 16
 _SEQLEN = 7
-_LONG_SPARSE, _LONG, _LONG_MOST = 17, 129, 1100  # tokens of the long sequence; the limit where an attribute sets it
+_LONG_SPARSE, _LONG, _LONG_MAX = 17, 129, 1100  # tokens of the long sequence; the limit where an attribute sets it
 _SIZE, _LARGE = 2.0, 16.0  # standard deviation of the tokens
 # Values for the numbers that a form reads. All differ, and none is a published value.
 _NUMBERS = (0.15, 0.25)
@@ -155,7 +155,7 @@ class _Comparison:
         seqlen = _LONG_SPARSE
         if isinstance(form, AttentionForm):
             sizes = {size for p in self.drawn.values() for size in p.shape}
-            counts = {n: v for n, v in vars(self.module).items() if type(v) is int and v < _LONG_MOST}
+            counts = {n: v for n, v in vars(self.module).items() if type(v) is int and v < _LONG_MAX}
             windows = (v + 1 for n, v in counts.items() if "win" in n or v not in sizes)
             seqlen = max(_LONG, *windows, 0)
         while seqlen > _SEQLEN:

@@ -23,9 +23,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def rounds_for(seconds: float, budget: float, least: int = 3, most: int = 50) -> int:
+def rounds_for(seconds: float, budget: float, minimum: int = 3, maximum: int = 50) -> int:
     """Return how many calls of ``seconds`` fit into a time budget."""
-    return max(least, min(most, int(budget / max(seconds, 1e-7))))
+    return max(minimum, min(maximum, int(budget / max(seconds, 1e-7))))
 
 
 def once(call: Call, prepare: Prepare, device: torch.device) -> float:

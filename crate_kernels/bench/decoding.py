@@ -51,7 +51,7 @@ def _draw(step: TimedStep, dtype: torch.dtype, device: torch.device) -> tuple[Te
 def blank(step: TimedStep, dtype: str, provider: str) -> BenchRow:
     """Return the row of a step, without results."""
     row = BenchRow("decode", step.op, str(step), dtype, "forward", provider, shape=list(step.shape))
-    row.bytes = _decoding_of(step.op).least_bytes(step, DTYPES[dtype])
+    row.bytes = _decoding_of(step.op).min_bytes(step, DTYPES[dtype])
     row.unit, row.amount = "tokens", float(step.shape[0])
     return row
 

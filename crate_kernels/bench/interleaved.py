@@ -17,7 +17,7 @@ from crate_kernels.testing import Timed
 
 DIRECTIONS = ("forward", "both")
 _BETWEEN = 1 << 26  # bytes that are written between two calls; more than a CPU's last cache
-_LEAST, _MOST = 5, 50
+_MIN_ROUNDS, _MAX_ROUNDS = 5, 50
 
 
 def blank(timed: Timed, dtype: str, direction: str, provider: str) -> BenchRow:
@@ -64,7 +64,7 @@ def measure_calls(calls: Sequence[tuple[BenchRow, clock.Call]], seconds: float) 
     # A provider that is made may discard what another compiled: all are warmed up once all are there.
     longest = max((clock.once(call, tuple, between.device) for _, call in 2 * list(calls)), default=0.0)
     draw = random.Random(0)
-    for _ in range(clock.rounds_for(longest, seconds, _LEAST, _MOST)):
+    for _ in range(clock.rounds_for(longest, seconds, _MIN_ROUNDS, _MAX_ROUNDS)):
         for row, call in draw.sample(calls, len(calls)):
             between.add_(1)
             start = perf_counter()

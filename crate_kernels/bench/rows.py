@@ -170,7 +170,7 @@ def facts(row: BenchRow, results: Results) -> dict[str, Any]:
     if not row.times:
         return {"skipped": row.skipped}
     found: dict[str, Any] = {
-        "least_us": 1e6 * min(row.times),
+        "min_us": 1e6 * min(row.times),
         "median_us": 1e6 * row.median,
         "p20_us": 1e6 * row.percentile(20),
         "p80_us": 1e6 * row.percentile(80),

@@ -59,9 +59,9 @@ class Ranks(NamedTuple):
 
         Shorter ones are padded for the transfer.
         """
-        most = x.shape[dim] if lengths is None else max(lengths)
-        shape = (*x.shape[:dim], most, *x.shape[dim + 1 :])
-        if most == x.shape[dim]:
+        longest = x.shape[dim] if lengths is None else max(lengths)
+        shape = (*x.shape[:dim], longest, *x.shape[dim + 1 :])
+        if longest == x.shape[dim]:
             sent = x.contiguous()
         else:
             sent = x.new_zeros(shape)

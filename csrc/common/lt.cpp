@@ -39,7 +39,7 @@ static_assert(sizeof(LtHeuristic) == 96, "as cublasLtMatmulHeuristicResult_t");
 enum : int { kFloat = 0, kHalf = 2, kBfloat16 = 14, kCompute = 68 };
 enum : int { kTransposeFirst = 3, kEpilogue = 7, kGateBits = 11, kGateWidth = 12 };
 constexpr int kGated = 136;  // an epilogue: the derivative of ReLU, whose bits a gate has
-enum : int { kMostWorkspace = 1, kReductions = 3, kFirstAlignment = 5, kLastAlignment = 8 };
+enum : int { kMaxWorkspace = 1, kReductions = 3, kFirstAlignment = 5, kLastAlignment = 8 };
 
 struct LtLibrary {
   int (*create)(void** handle) = nullptr;
@@ -48,7 +48,7 @@ struct LtLibrary {
   int (*layout)(void** layout, int type, uint64_t rows, uint64_t columns, int64_t stride) = nullptr;
   int (*preference)(void** preference) = nullptr;
   int (*set_preference)(void* preference, int attribute, const void* value, size_t size) = nullptr;
-  int (*heuristic)(void* handle, void* operation, void* a, void* b, void* c, void* d, void* preference, int most,
+  int (*heuristic)(void* handle, void* operation, void* a, void* b, void* c, void* d, void* preference, int requested,
                    LtHeuristic* found, int* count) = nullptr;
   int (*multiply)(void* handle, void* operation, const void* alpha, const void* a, void* of_a, const void* b,
                   void* of_b, const void* beta, const void* c, void* of_c, void* d, void* of_d,
@@ -75,7 +75,7 @@ std::optional<LtLibrary> functions_of(void* library) {
   return whole ? std::optional<LtLibrary>(lt) : std::nullopt;
 }
 
-// PyTorch's own, if it has loaded one: another would have handles and memory of its own.
+// The library that PyTorch has loaded, if any: another copy would have other handles and other memory.
 std::optional<LtLibrary> loaded() {
   for (const char* name : {"libcublasLt.so.13", "libcublasLt.so.12"}) {
     if (void* const library = dlopen(name, RTLD_NOW | RTLD_NOLOAD)) return functions_of(library);
@@ -85,8 +85,8 @@ std::optional<LtLibrary> loaded() {
 
 // ---- A product: its tensors as the library sees them, which takes matrices by columns, so that it is transposed. ----
 
-constexpr size_t kMostBytes = size_t{32} << 20;  // of workspace
-constexpr size_t kMostShapes = 1024;
+constexpr size_t kMaxBytes = size_t{32} << 20;  // of workspace
+constexpr size_t kMaxShapes = 1024;
 constexpr int64_t kWholeBits = 128;  // a gate's rows are whole 16 bytes
 
 using LtKey = std::array<int64_t, 8>;
@@ -195,7 +195,7 @@ LtProduct make(const LtLibrary& lt, void* handle, const LtProblem& p) {
   }
   // No sums in parts: they would be added in another order, or rounded in between.
   const uint32_t alignment = 16, none = 0;
-  right = right && lt.set_preference(preference, kMostWorkspace, &kMostBytes, sizeof(kMostBytes)) == 0 &&
+  right = right && lt.set_preference(preference, kMaxWorkspace, &kMaxBytes, sizeof(kMaxBytes)) == 0 &&
           lt.set_preference(preference, kReductions, &none, sizeof(none)) == 0;
   for (int each = kFirstAlignment; each <= kLastAlignment; ++each) {
     right = right && lt.set_preference(preference, each, &alignment, sizeof(alignment)) == 0;
@@ -225,8 +225,8 @@ const LtProduct* prepare(const std::optional<LtLibrary>& lt, const LtProblem& p,
   auto entry = made.find(p.key());
   if (entry == made.end()) {
     void*& handle = handles[p.device];
-    if (made.size() >= kMostShapes) {
-      refusal = "more than " + std::to_string(kMostShapes) + " shapes were asked for";
+    if (made.size() >= kMaxShapes) {
+      refusal = "more than " + std::to_string(kMaxShapes) + " shapes were asked for";
       return nullptr;
     }
     if (handle == nullptr && lt->create(&handle) != 0) {

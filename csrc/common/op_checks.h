@@ -43,7 +43,7 @@ class OpChecks {
     if (t.has_value()) strided(name, *t, dtype, sizes);
   }
 
-  // A tensor of which kernels take the address alone.
+  // A tensor of which kernels use only the address.
   void contiguous(const char* name, const Tensor& t, ScalarType dtype, const Sizes& sizes) const {
     strided(name, t, dtype, sizes);
     check_contiguous(name, t);

@@ -104,14 +104,14 @@ class RunTensors {
  private:
   const int borrowed_;
   int count_ = 0;
-  AtenTensorHandle tensors_[kMostRegisters];
-  void* addresses_[kMostRegisters];
+  AtenTensorHandle tensors_[kMaxRegisters];
+  void* addresses_[kMaxRegisters];
 };
 
 bool launch(const Launch& l, const RunTensors& registers, void* stream) {
   if (static_cast<uint64_t>(l.grid[0]) * l.grid[1] * l.grid[2] == 0) return true;
-  alignas(64) unsigned char bytes[kMostParameterBytes];
-  void* parameters[kMostParameters];
+  alignas(64) unsigned char bytes[kMaxParameterBytes];
+  void* parameters[kMaxParameters];
   std::memcpy(bytes, l.bytes.data(), l.bytes.size());
   for (const Address& a : l.addresses) {
     const char* const address = registers.address(a.of) + a.offset;
@@ -318,7 +318,7 @@ void drive_by(std::vector<int64_t> functions) {
   stand_in = d;
 }
 
-constexpr int kMostTensors = 9, kMostResults = 5;
+constexpr int kMaxTensors = 9, kMaxResults = 5;
 
 std::string name_of(int tensors, int results) {
   return "plan_" + std::to_string(tensors) + "_" + std::to_string(results);
@@ -335,17 +335,16 @@ std::string schema_of(int tensors, int results) {
 
 template <int... I>
 void define(torch::stable::detail::StableLibrary& m, std::integer_sequence<int, I...>) {
-  (m.def(schema_of(I / kMostResults + 1, I % kMostResults + 1).c_str()), ...);
+  (m.def(schema_of(I / kMaxResults + 1, I % kMaxResults + 1).c_str()), ...);
 }
 
 template <int... I>
 void implement(torch::stable::detail::StableLibrary& m, std::integer_sequence<int, I...>) {
-  (m.impl(name_of(I / kMostResults + 1, I % kMostResults + 1).c_str(),
-          &run_op<I / kMostResults + 1, I % kMostResults + 1>),
+  (m.impl(name_of(I / kMaxResults + 1, I % kMaxResults + 1).c_str(), &run_op<I / kMaxResults + 1, I % kMaxResults + 1>),
    ...);
 }
 
-using Forms = std::make_integer_sequence<int, kMostTensors * kMostResults>;
+using Forms = std::make_integer_sequence<int, kMaxTensors * kMaxResults>;
 
 }  // namespace
 

@@ -15,8 +15,8 @@
 namespace crate_kernels {
 namespace {
 
-constexpr int kMostRegisters = 64, kMostParameters = 256;
-constexpr size_t kMostParameterBytes = 4096;  // what CUDA passes to a kernel on every GPU
+constexpr int kMaxRegisters = 64, kMaxParameters = 256;
+constexpr size_t kMaxParameterBytes = 4096;  // what CUDA passes to a kernel on every GPU
 
 // ---- Plans. Registers hold a call's tensors, then allocations, scratch memory, and what the steps make. ----
 
@@ -123,7 +123,7 @@ Launch read_launch(Reader& r, int registers) {
   l.bytes.resize(words.size() * sizeof(int64_t));
   std::memcpy(l.bytes.data(), words.data(), l.bytes.size());
   STD_TORCH_CHECK(
-      l.bytes.size() <= kMostParameterBytes && l.places.size() <= kMostParameters && l.places.size() == sizes.size(),
+      l.bytes.size() <= kMaxParameterBytes && l.places.size() <= kMaxParameters && l.places.size() == sizes.size(),
       "a launch has ", l.bytes.size(), " bytes in ", l.places.size(), " parameters");
   for (size_t i = 0; i < sizes.size(); ++i) {
     STD_TORCH_CHECK(l.places[i] >= 0 && sizes[i] > 0 && l.places[i] + sizes[i] <= static_cast<int64_t>(l.bytes.size()),
@@ -204,8 +204,8 @@ std::shared_ptr<Plan> read_plan(const std::vector<int64_t>& words, int inputs) {
     }
   });
   r.each([&] { p->results.push_back(static_cast<int>(r.within(registers, "a register"))); });
-  STD_TORCH_CHECK(r.done(), "a plan goes on after its end");
-  STD_TORCH_CHECK(registers <= kMostRegisters, "a plan has ", registers, " tensors, more than ", kMostRegisters);
+  STD_TORCH_CHECK(r.done(), "a plan has numbers after its end");
+  STD_TORCH_CHECK(registers <= kMaxRegisters, "a plan has ", registers, " tensors, more than ", kMaxRegisters);
   return p;
 }
 

@@ -19,8 +19,8 @@
 
 namespace crate_kernels {
 
-constexpr size_t kMostPlans = 4096, kMostSeen = 65536;
-constexpr int kMostKeyWords = 160;
+constexpr size_t kMaxPlans = 4096, kMaxSeen = 65536;
+constexpr int kMaxKeyWords = 160;
 
 inline uint64_t mix_key(uint64_t hash, uint64_t word) {
   hash = (hash ^ word) * 0x9E3779B97F4A7C15ull;
@@ -29,7 +29,7 @@ inline uint64_t mix_key(uint64_t hash, uint64_t word) {
 
 // What decides which kernels a call launches with which parameters.
 struct PlanKey {
-  std::array<uint64_t, kMostKeyWords> words;
+  std::array<uint64_t, kMaxKeyWords> words;
   int count = 0;
   uint64_t hash = 0xCBF29CE484222325ull;
   bool whole = true;  // false: a tensor that has no key
@@ -37,7 +37,7 @@ struct PlanKey {
   explicit PlanKey(int64_t number) { add(static_cast<uint64_t>(number)); }
 
   void add(uint64_t word) {
-    if (count == kMostKeyWords) {
+    if (count == kMaxKeyWords) {
       whole = false;
       return;
     }
@@ -88,7 +88,7 @@ class PlanTable {
   // Returns whether a key was met before. Two keys of one hash only record a plan early.
   bool meet(const PlanKey& key) {
     std::unique_lock hold(lock_);
-    if (seen_.size() >= kMostSeen) seen_.clear();
+    if (seen_.size() >= kMaxSeen) seen_.clear();
     return !seen_.insert(key.hash).second;
   }
 
@@ -98,7 +98,7 @@ class PlanTable {
     for (auto [at, end] = plans_.equal_range(key.hash); at != end; ++at) {
       if (at->second->key == plan->key) return;
     }
-    if (plans_.size() >= kMostPlans) plans_.clear();
+    if (plans_.size() >= kMaxPlans) plans_.clear();
     plans_.emplace(key.hash, std::move(plan));
   }
 

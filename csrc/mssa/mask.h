@@ -1,7 +1,7 @@
-// The mask by position: which keys a query may see. CPU and CUDA kernels ask here only; padding, packing and dropout
-// are apart from it.
+// The mask by position: which keys a query may see. CPU and CUDA kernels ask only here; padding, packing and dropout
+// are elsewhere.
 //
-// The mask is a band: it depends on query - key alone, and what a query may see has no gap.
+// The mask is a band: it depends only on query - key, and the keys that a query may see have no gap.
 #pragma once
 
 #ifdef __CUDACC__

@@ -44,8 +44,8 @@ def cut(model: nn.Module, blocks: Iterable[nn.Module], processes: Processes, dty
     return model
 
 
-def clip(model: nn.Module, most: float) -> float:
-    """Scale the gradients so that their norm is at most ``most``; return what it was.
+def clip(model: nn.Module, max_norm: float) -> float:
+    """Scale the gradients so that their norm is at most ``max_norm``; return what it was.
 
     Weights that are cut twice are on another mesh than the others, and PyTorch's own function takes one mesh. Here each
     process adds up the squares of the parts that it has; a part that several have counts once among them all.
@@ -65,7 +65,7 @@ def clip(model: nn.Module, most: float) -> float:
         total += nn.utils.get_total_norm(own).double().square() * (count / size)
     dist.all_reduce(total)
     norm = total.sqrt().item()
-    factor = most / (norm + 1e-6)  # as PyTorch's own
+    factor = max_norm / (norm + 1e-6)  # as PyTorch's own
     if factor < 1:
         for part in (part for own in parts.values() for part in own):
             part.mul_(factor)

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from crate_kernels._core import files
 from training import checkpoints, cutting, figures, folder
-from training.processes import Processes, asked_to_end, is_first, most
+from training.processes import Processes, asked_to_end, is_first, maximum
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 TERMINATED = 143  # 128 + SIGTERM, as shells have it
-_GOES_ON, _ENDS, _FAILS = range(3)  # what processes tell each other after a step: the largest counts for all
+_RUNS, _ENDS, _FAILS = range(3)  # what processes tell each other after a step: the largest counts for all
 
 
 class Task(NamedTuple):
@@ -125,7 +125,7 @@ def _run(args: argparse.Namespace, task: Task, ended: Callable[[], bool]) -> Non
             problem = metrics.write(line)
             if saves or (step + 1) % args.print_every == 0:
                 _report(args, task, line, seconds)
-        state = most(_FAILS if problem else _ENDS if ended() else _GOES_ON)
+        state = maximum(_FAILS if problem else _ENDS if ended() else _RUNS)
         if state == _FAILS:
             raise SystemExit(problem or 1)
         if saves or state == _ENDS:

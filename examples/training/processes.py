@@ -54,7 +54,7 @@ def is_first() -> bool:
     return dist.get_rank() == 0
 
 
-def most(number: int) -> int:
+def maximum(number: int) -> int:
     """Return the largest of all processes' numbers."""
     total = torch.tensor(number)
     dist.all_reduce(total, dist.ReduceOp.MAX)

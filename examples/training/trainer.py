@@ -28,9 +28,9 @@ class Stop(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         ended = self.ended()
         if args.world_size > 1:
-            most = torch.tensor(float(ended), device=args.device)
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-            ended = most.item() > 0
+            any_ended = torch.tensor(float(ended), device=args.device)
+            dist.all_reduce(any_ended, dist.ReduceOp.MAX)
+            ended = any_ended.item() > 0
         if ended:
             self.stops = control.should_save = control.should_training_stop = True
 

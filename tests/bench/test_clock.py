@@ -143,8 +143,8 @@ def test_a_decoding_step_fits_its_cache_however_often_it_is_called(op, gpu, monk
 )
 def test_as_many_calls_as_fit_into_a_budget(seconds, budget, rounds):
     assert clock.rounds_for(seconds, budget) == rounds
-    assert clock.rounds_for(0.1, 1.0, least=12) == 12
-    assert clock.rounds_for(0.1, 1.0, most=7) == 7
+    assert clock.rounds_for(0.1, 1.0, minimum=12) == 12
+    assert clock.rounds_for(0.1, 1.0, maximum=7) == 7
 
 
 @pytest.mark.parametrize(("second", "timed"), [(0.1, 10), (clock.LONG, 3), (1.01 * clock.LONG, 1)])

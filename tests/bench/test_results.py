@@ -72,7 +72,7 @@ def test_file_of_something_else_is_refused(content, tmp_path):
 def test_facts_of_a_row(results):
     facts = rows.facts(results.rows[1], results)
     assert facts["speedup_over_eager"] == pytest.approx(4.0)
-    assert facts["least_us"] == pytest.approx(980)
+    assert facts["min_us"] == pytest.approx(980)
     assert facts["tflops"] == pytest.approx(1 / 0.98)
     assert facts["percent_of_product"] == pytest.approx(1000 / 0.98)
     assert facts["gb_per_s"] == pytest.approx(1 / 0.98)

@@ -26,7 +26,7 @@ HEADERS = (
 
 def whole_heads():
     for dim in DIMS:
-        yield f"HeadForwardShape<bf16, {dim}, 64, false>::kMostBeside", heads._max_blocks_per_sm(dim)
+        yield f"HeadForwardShape<bf16, {dim}, 64, false>::kMaxBeside", heads._max_blocks_per_sm(dim)
         for rows in ROWS:
             forward = f"HeadForwardShape<bf16, {dim}, {rows}, false>"
             bytes_ = heads.forward_shared_bytes(dim, rows)
@@ -36,7 +36,7 @@ def whole_heads():
                 found = heads.shared_bytes(dim, rows, masked)
                 if found is not None:
                     yield f"HeadBackwardShape<bf16, {dim}, {rows}, {side}, false>::kBytes", found
-    yield "HeadBackwardShape<bf16, 64, 64, false, false>::kMostBytes", hopper.SHARED
+    yield "HeadBackwardShape<bf16, 64, 64, false, false>::kMaxBytes", hopper.SHARED
 
 
 def long_heads():

@@ -27,11 +27,11 @@ class Unusable(Exception):
     """A checkpoint from which this run cannot resume; the message says why."""
 
 
-def decayed(model: nn.Module, weight_decay: float, most: float = math.inf) -> list[dict[str, Any]]:
-    """Sort parameters into those of 2 to ``most`` dimensions, which decay, and others, which do not."""
+def decayed(model: nn.Module, weight_decay: float, max_dims: float = math.inf) -> list[dict[str, Any]]:
+    """Sort parameters into those of 2 to ``max_dims`` dimensions, which decay, and others, which do not."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for p in model.parameters():
-        groups[2 <= p.dim() <= most].append(p)
+        groups[2 <= p.dim() <= max_dims].append(p)
     return [{"params": params, "weight_decay": weight_decay * decays} for decays, params in groups.items()]
 
 

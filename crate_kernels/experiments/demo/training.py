@@ -64,7 +64,7 @@ class Training(Fit):
         super().__init__(
             "training",
             model,
-            torch.optim.AdamW(decayed(model, settings.weight_decay, most=2), lr=settings.learning_rate),
+            torch.optim.AdamW(decayed(model, settings.weight_decay, max_dims=2), lr=settings.learning_rate),
             self._loss,
             total,
             settings.warmup,

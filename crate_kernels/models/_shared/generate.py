@@ -40,8 +40,8 @@ class Sampling(NamedTuple):
         temperature = max(self.temperature, torch.finfo(logits.dtype).smallest_normal)
         logits = (logits - logits.amax(-1, keepdim=True)) / temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
-            least = logits.topk(self.top_k).values[:, -1:]
-            logits = logits.masked_fill(logits < least, -torch.inf)
+            smallest = logits.topk(self.top_k).values[:, -1:]
+            logits = logits.masked_fill(logits < smallest, -torch.inf)
         if self.top_p is not None:
             ordered, order = logits.softmax(-1).sort(descending=True)
             before = ordered.cumsum(-1) - ordered  # the likeliest token has 0 before it, so it always stays

@@ -58,16 +58,16 @@ def inside(owner: str, folder: Path, name: str) -> Path:
     return path
 
 
-def json_object(owner: str, path: Path, most: int) -> dict[str, Any]:
-    """Return the JSON object in a file of at most ``most`` bytes.
+def json_object(owner: str, path: Path, max_bytes: int) -> dict[str, Any]:
+    """Return the JSON object in a file of at most ``max_bytes`` bytes.
 
     Raises:
         ValueError: the file is larger, or is no JSON object whose keys differ and whose numbers are finite.
     """
     with path.open("rb") as file:
-        text = file.read(most + 1)
-    if len(text) > most:
-        raise ValueError(f"{owner}: {path} must have at most {most} bytes, got {path.stat().st_size}")
+        text = file.read(max_bytes + 1)
+    if len(text) > max_bytes:
+        raise ValueError(f"{owner}: {path} must have at most {max_bytes} bytes, got {path.stat().st_size}")
     return _parsed(owner, path, text)
 
 

@@ -26,11 +26,11 @@ _CREATORS = (
 
 
 class _Meta(TorchFunctionMode):
-    """Put every created tensor on the meta device, also one whose device is named, and create at most ``most``."""
+    """Put every created tensor on the meta device, also one whose device is named, and create at most ``maximum``."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, maximum: int) -> None:
         super().__init__()
-        self.left = most
+        self.left = maximum
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -9,13 +9,13 @@ namespace crate_kernels {
 namespace {
 
 #if defined(__SANITIZE_ADDRESS__)
-constexpr int64_t kMostKept = 0;  // the sanitizer sees what is read beyond the end of an arena of the right size
+constexpr int64_t kMaxKept = 0;  // the sanitizer sees what is read beyond the end of an arena of the right size
 #else
-constexpr int64_t kMostKept = 1 << 20;  // bytes
+constexpr int64_t kMaxKept = 1 << 20;  // bytes
 #endif
 
-// What the last arena of a thread leaves to the next one. To allocate and free it takes a tenth of a call on a few
-// tokens, and longer where the system takes the pages back.
+// Memory of a thread's last arena, kept for the next one. Allocating and freeing it takes a tenth of a call on a few
+// tokens, and longer if the system takes the pages back.
 struct Spare {
   char* data = nullptr;
   int64_t size = 0;
@@ -27,7 +27,7 @@ thread_local Spare spare;
 }  // namespace
 
 Arena::~Arena() {
-  if (size_ > spare.size && size_ <= kMostKept) {
+  if (size_ > spare.size && size_ <= kMaxKept) {
     std::swap(data_, spare.data);
     spare.size = size_;
   }

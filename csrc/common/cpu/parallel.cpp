@@ -8,11 +8,11 @@ namespace {
 // Waking a thread takes a tenth of this on a free core. A thread whose core runs another process takes longer than
 // this.
 constexpr int64_t kLongWait = 1000 * 1000;  // ns, of a region less what its threads ran together
-// Time alone per time that the last shared region lost: trying again costs a sixteenth.
+// Time on one thread, as a multiple of what the last shared region lost: trying again then costs a sixteenth of it.
 constexpr int64_t kAlone = 16;
-// The most that a region is counted to lose. A thread waits a few time slices for a core. A process that was stopped
-// waits longer, but one thread would have been stopped as well.
-constexpr int64_t kMostLost = 50 * 1000 * 1000;  // ns
+// The largest loss that is counted for a region. A thread waits a few time slices for a core. A process that was
+// stopped waits longer, but one thread would have been stopped as well.
+constexpr int64_t kMaxLost = 50 * 1000 * 1000;  // ns
 
 std::atomic<int64_t> alone_until{0};  // ns
 
@@ -35,7 +35,7 @@ Shared::Shared() : start_(nanoseconds(CLOCK_MONOTONIC)) {}
 Shared::~Shared() {
   const int64_t now = nanoseconds(CLOCK_MONOTONIC), lost = now - start_ - ran_.load() - still_;
   if (lost < kLongWait) return;
-  alone_until.store(now + kAlone * std::min(lost, kMostLost), std::memory_order_relaxed);
+  alone_until.store(now + kAlone * std::min(lost, kMaxLost), std::memory_order_relaxed);
 }
 
 Shared::Worker::Worker(Shared& region)

@@ -15,11 +15,11 @@ namespace crate_kernels {
 
 // Number of threads for the next region: PyTorch's number, or one for a while after a region that was slower shared.
 //
-// A region ends with its last thread. Until then OpenMP's threads spin, for milliseconds. On a machine whose cores
-// others use, two threads then take longer than one. After a region that took longer than its threads ran together, one
-// thread would have been faster: the calling thread works alone for a time in proportion to what was lost. That counts
-// nothing for which the calling thread itself stood still in the midst of its tasks: alone it would have, too. A wait
-// that is short beside the region costs less than a thread, and changes nothing.
+// A region ends with its last thread. Until then OpenMP's threads spin, for milliseconds. If other processes use the
+// cores, two threads can take longer than one: the region then takes longer than the sum of its threads' running times.
+// The difference is the loss. After a loss, the calling thread works alone for a multiple of it. Time for which the
+// calling thread itself had tasks and did not run is no loss: one thread would have waited too. A loss that is short
+// beside the region is ignored.
 int64_t region_threads();
 
 // Compares the time of a shared region with the time that its threads ran.
@@ -56,8 +56,8 @@ class Shared {
 // A free thread takes the next task: sequences differ in length and cores in load. Results do not depend on the thread
 // that runs a task, as long as each task writes only its own part.
 template <class Task>
-void for_each_task(int64_t count, const Task& task, int64_t most = INT64_MAX) {
-  const int64_t useful = std::min(count, most), threads = useful <= 1 ? 1 : std::min(useful, region_threads());
+void for_each_task(int64_t count, const Task& task, int64_t maximum = INT64_MAX) {
+  const int64_t useful = std::min(count, maximum), threads = useful <= 1 ? 1 : std::min(useful, region_threads());
   if (threads <= 1) {
     Arena arena;
     for (int64_t i = 0; i < count; ++i) task(i, arena);

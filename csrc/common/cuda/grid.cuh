@@ -11,8 +11,8 @@ namespace crate_kernels {
 CRATE_DEVICE void counter_arrive(uint32_t* counter) {
   ++*counter;
 }
-CRATE_DEVICE void counter_wait(const uint32_t* counter, uint32_t least) {
-  const std::function<bool()> ready = [=] { return *counter >= least; };
+CRATE_DEVICE void counter_wait(const uint32_t* counter, uint32_t minimum) {
+  const std::function<bool()> ready = [=] { return *counter >= minimum; };
   if (!ready()) emulator::suspend_until(ready);
 }
 CRATE_DEVICE float4 read_others_4(const float* from) {
@@ -25,12 +25,12 @@ CRATE_DEVICE float4 read_others_4(const float* from) {
 CRATE_DEVICE void counter_arrive(uint32_t* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
-// Waits for a count of `least`.
-CRATE_DEVICE void counter_wait(const uint32_t* counter, uint32_t least) {
+// Waits for a count of at least `minimum`.
+CRATE_DEVICE void counter_wait(const uint32_t* counter, uint32_t minimum) {
   uint32_t count;
   do {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
-  } while (count < least);
+  } while (count < minimum);
 }
 // What other blocks have written since the kernel started: past this multiprocessor's cache.
 CRATE_DEVICE float4 read_others_4(const float* from) {

@@ -10,10 +10,10 @@ using crate_kernels::IstaFew;
 using crate_kernels::IstaFewDots;
 using crate_kernels::IstaTerm;
 
-constexpr int kRowsAtOnce = 4;                           // of the matrix, in dots
-constexpr int kTokensAtOnce = kLanes / kRowsAtOnce;      // together they fill a vector
-constexpr int kMostRows = 6;                             // of a micro-kernel
-constexpr int kMostColumns = CRATE_LANES == 16 ? 4 : 2;  // vectors
+constexpr int kRowsAtOnce = 4;                          // of the matrix, in dots
+constexpr int kTokensAtOnce = kLanes / kRowsAtOnce;     // together they fill a vector
+constexpr int kMaxRows = 6;                             // of a micro-kernel
+constexpr int kMaxColumns = CRATE_LANES == 16 ? 4 : 2;  // vectors
 constexpr int64_t kPart = 128;  // terms that are summed from zero: longer sums are made of such parts
 
 // out[t][j] = base[t][j] - x[t] . weight[j] for rows j of [begin, end); without a base, the product itself.
@@ -105,7 +105,7 @@ CRATE_INLINE void few_tile(const IstaFew& f, int64_t row, int64_t column) {
 template <int kColumns>
 CRATE_INLINE void few_columns(const IstaFew& f, int64_t begin, int64_t end, int64_t column) {
   int64_t row = begin;
-  for (; row + kMostRows <= end; row += kMostRows) few_tile<kMostRows, kColumns>(f, row, column);
+  for (; row + kMaxRows <= end; row += kMaxRows) few_tile<kMaxRows, kColumns>(f, row, column);
   if (row + 4 <= end) {
     few_tile<4, kColumns>(f, row, column);
     row += 4;
@@ -120,8 +120,8 @@ CRATE_INLINE void few_columns(const IstaFew& f, int64_t begin, int64_t end, int6
 // Rows [begin, end) of the columns [first, last) of out.
 void few(const IstaFew& f, int64_t begin, int64_t end, int64_t first, int64_t last) {
   int64_t column = first;
-  constexpr int64_t kWide = kMostColumns * kLanes;
-  for (; column + kWide <= last; column += kWide) few_columns<kMostColumns>(f, begin, end, column);
+  constexpr int64_t kWide = kMaxColumns * kLanes;
+  for (; column + kWide <= last; column += kWide) few_columns<kMaxColumns>(f, begin, end, column);
   for (; column < last; column += kLanes) few_columns<1>(f, begin, end, column);
 }
 

@@ -51,9 +51,9 @@ struct Few {
   // Calls task(first, last) for parts of [0, dim), by as many threads as a product of the tokens is worth.
   template <class Task>
   void share(int64_t width, const Task& task) const {
-    const int64_t most = std::max<int64_t>(1, tokens * dim * dim / kWorth);
+    const int64_t maximum = std::max<int64_t>(1, tokens * dim * dim / kWorth);
     for_each_task((dim + width - 1) / width,
-                  [&](int64_t i, Arena&) { task(i * width, std::min(dim, (i + 1) * width)); }, most);
+                  [&](int64_t i, Arena&) { task(i * width, std::min(dim, (i + 1) * width)); }, maximum);
   }
   void dots(const float* x, const float* weight, const float* base, float* out) const {
     const IstaFewDots d = {x, weight, base, out, tokens, dim};

@@ -17,7 +17,7 @@ struct BandTile {
   alignas(64) float at[kBand][kBand];
 };
 
-CRATE_INLINE int64_t least(int64_t a, int64_t b) {
+CRATE_INLINE int64_t minimum(int64_t a, int64_t b) {
   return a < b ? a : b;
 }
 
@@ -37,7 +37,7 @@ CRATE_INLINE void transpose_rows(const float* in, int64_t in_stride, int64_t row
 
 void transpose(const IstaTranspose& t, int64_t band) {
   const int64_t row = band * kBand;
-  transpose_rows(t.in + row * t.columns, t.columns, least(kBand, t.rows - row), t.columns, t.out + row, t.rows);
+  transpose_rows(t.in + row * t.columns, t.columns, minimum(kBand, t.rows - row), t.columns, t.out + row, t.rows);
 }
 
 // out[row][column + c] = a[row][column + c] + sign * b[c] for c < n <= kSegment.
@@ -52,8 +52,8 @@ CRATE_INLINE void combine(const IstaSquare& s, int64_t row, int64_t column, int 
 
 CRATE_INLINE void combine_transposed(const IstaSquare& s, int64_t row, int64_t column, float sign, const float* b) {
   BandTile tile;
-  const int64_t rows = least(kBand, s.dim - row);
-  const int n = static_cast<int>(least(kBand, s.dim - column));
+  const int64_t rows = minimum(kBand, s.dim - row);
+  const int n = static_cast<int>(minimum(kBand, s.dim - column));
   transpose_rows(b + column * s.dim + row, s.dim, n, rows, tile.at[0], kBand);
   for (int64_t r = 0; r < rows; ++r) combine(s, row + r, column, n, sign, tile.at[r]);
 }
@@ -61,9 +61,9 @@ CRATE_INLINE void combine_transposed(const IstaSquare& s, int64_t row, int64_t c
 void subtract_symmetric(const IstaSquare& s, int64_t band) {
   const int64_t row = band * kBand;
   for (int64_t column = 0; column < row; column += kBand) combine_transposed(s, row, column, -1.0f, s.b);
-  for (int64_t r = row; r < least(row + kBand, s.dim); ++r) {
+  for (int64_t r = row; r < minimum(row + kBand, s.dim); ++r) {
     for (int64_t column = row; column < s.dim; column += kSegment) {
-      const int n = static_cast<int>(least(kSegment, s.dim - column));
+      const int n = static_cast<int>(minimum(kSegment, s.dim - column));
       combine(s, r, column, n, -1.0f, s.b + r * s.dim + column);
     }
   }

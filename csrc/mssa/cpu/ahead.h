@@ -8,13 +8,13 @@ namespace {
 
 // Rows of tensors, some at each call, in the order in which they were added.
 //
-// Without it a thread waits for the rows of a head's tokens and of its results. A core waits for a fetch too, once 16
-// of them are under way: so few at a time, between the parts of a product.
+// Without it a thread waits for the rows of a head's tokens and of its results. After 16 unfinished fetches a core
+// waits for the next one: so a few are issued at a time, between the parts of a product.
 class Ahead {
  public:
   // Adds tokens [0, count) of a view whose rows lie in one piece; others are left to the processor.
   void add(const crate_kernels::MssaView& view, int64_t count, int head_dim, crate_kernels::Dtype dtype) {
-    if (view.data == nullptr || view.dim_stride != 1 || count == 0 || added_ == kMost) return;
+    if (view.data == nullptr || view.dim_stride != 1 || count == 0 || added_ == kMax) return;
     const int64_t size = crate_kernels::itemsize(dtype);
     tensors_[added_++] = {reinterpret_cast<uintptr_t>(view.data), view.token_stride * size, head_dim * size, count};
     rows_ += count;
@@ -43,10 +43,10 @@ class Ahead {
     int64_t stride, width;  // bytes
     int64_t rows;
   };
-  static constexpr int kMost = 4;
+  static constexpr int kMax = 4;
   static constexpr uintptr_t kLine = 64;
 
-  Tensor tensors_[kMost];
+  Tensor tensors_[kMax];
   int added_ = 0, tensor_ = 0;
   int64_t rows_ = 0, row_ = 0, share_ = 0;
 };

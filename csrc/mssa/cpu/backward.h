@@ -33,10 +33,10 @@ class Backward {
     tiles_.fetch_ahead(head_.dw, {&MssaHead::w, &MssaHead::out, &MssaHead::dout});
     find_keys();
     const HalfNormRange extent(tiles_.half_norms, tiles_.keys.count);
-    if (tiles_.keys.count > 0) max_half_norm_ = fmaxf(fabsf(extent.least), fabsf(extent.most));
+    if (tiles_.keys.count > 0) max_half_norm_ = fmaxf(fabsf(extent.minimum), fabsf(extent.maximum));
     if (p_.dtype != Dtype::f32 && !p_.dropout && !p_.threshold) stats_.find_rounding();
     const bool paired = tiles_.pairs_allowed(extent) && pairs_serve();
-    if (paired) pairs(extent.most);
+    if (paired) pairs(extent.maximum);
     if (!paired || !tiles_.queries_are_keys()) rows(paired);
     if (partial == nullptr) mssa_combine(p_, head_, 1, share, 0, head_.nkeys);
   }
@@ -108,7 +108,8 @@ class Backward {
       untrusted += stats_.row_source[token] != StatsSource::forward &&
                    (stats_.row_source[token] != StatsSource::sum_only || tiles_.parts > 1);
     }
-    // Each part would recompute the rows of all. Of tall heads rows are more exact: their weights are divided first.
+    // Each part would recompute the rows of all parts. For heads with large norms the row form is more exact: it
+    // divides the weights first.
     return untrusted == 0 || (p_.dtype == Dtype::f32 && tiles_.parts == 1 && max_half_norm_ <= kTallestPairs);
   }
 
@@ -306,12 +307,12 @@ class Backward {
 
   // Finds the shifts of a block as the forward does, what its weights are compared with, and the factors that make them
   // probabilities.
-  void find_selection(QueryBlock& b, const float* queries, float* least, float* factor) {
+  void find_selection(QueryBlock& b, const float* queries, float* minimum, float* factor) {
     tiles_.find_shifts(b, queries);
     alignas(64) float sums[kTile];
     stats_.weigh(b, queries, sums, nullptr);
     for (int r = 0; r < kTile; ++r) {
-      least[r] = p_.level * sums[r];
+      minimum[r] = p_.level * sums[r];
       factor[r] = 1.0f / sums[r];
     }
   }
@@ -324,12 +325,12 @@ class Backward {
       query_rows = query_rows_;
       pack_rows<T>(tiles_.staging, width, tiles_.row_width, b.count, query_rows_);
     }
-    alignas(64) float residual[kTile], least[kTile], delta[kTile], rest[kTile], dlse[kTile];
+    alignas(64) float residual[kTile], minimum[kTile], delta[kTile], rest[kTile], dlse[kTile];
     const RowTerms terms = {delta, rest, dlse};
     // dP - delta cancels: the residual may scale the difference, but not round its terms.
     pack_dout(b.token, b.count, nullptr, dout_panels_, terms);
     if (p_.threshold) {
-      find_selection(b, queries, least, residual);
+      find_selection(b, queries, minimum, residual);
     } else {
       if (shift_rows(b, residual, terms)) divide_by_sums(b, queries, residual);
       if (head_.delta != nullptr) shift_by_one_weight(b, queries, residual);
@@ -352,7 +353,7 @@ class Backward {
       g.row.dlse = head_.dlse == nullptr ? nullptr : dlse;
       if (scored) compute_gradients<T>(g, gradients_);
       if (T::kPair == 1 && (p_.dropout || p_.threshold)) {
-        transform_weights(p_, least, g.dropout, b.count, weights_.operand.by_row);
+        transform_weights(p_, minimum, g.dropout, b.count, weights_.operand.by_row);
       }
       if (shares_.as_key != nullptr) {
         accumulate<T, Order::columns>(key_share(j), tiles_.row_width, s.columns, b.count, weights_.operand, dout_rows_,

@@ -56,16 +56,16 @@ struct DecodeQuery {
   CRATE_INLINE void attend(const Rows& rows, int count, int width, float scale) {
     constexpr int kVectors = kDecodeBlock / kLanes;
     alignas(64) float weights[kDecodeBlock];
-    Vf x[kVectors + 1], most = splat(largest);
+    Vf x[kVectors + 1], maximum = splat(largest);
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) {
       const int first = v * kLanes;
       x[v] = splat(-INFINITY);
       if (first < count) x[v] = select(iota() < count - first, scale * scores(rows, first, count, width), x[v]);
-      most = max(most, x[v]);
+      maximum = max(maximum, x[v]);
     }
     const float before = largest;
-    largest = max(most);
+    largest = max(maximum);
     for (int v = 0; v < kVectors; ++v) x[v] = (x[v] - largest) * kBits;
     x[kVectors] = splat((before - largest) * kBits);
     exp2(x);
@@ -140,16 +140,16 @@ CRATE_INLINE void decode_group(const MssaProblem& p, const MssaDecode& d, int64_
   const bool whole = d.keys.dim_stride == 1 && p.head_dim == width;
   alignas(64) float staged[kDecodeBlock * 256];
   DecodeQuery state[kDecodeQueries];
-  int64_t most = 0;
+  int64_t maximum = 0;
   for (int i = 0; i < queries; ++i) {
     DecodeQuery& q = state[i];
     memset(q.query, 0, width * sizeof(float));
     read_row(element(d.w, first + i, p.dtype), p.dtype, d.w.dim_stride, p.head_dim, q.query);
     q.reset(width);
-    most = d.visible[first + i] > most ? d.visible[first + i] : most;
+    maximum = d.visible[first + i] > maximum ? d.visible[first + i] : maximum;
   }
   const int64_t begin = part * d.per_part, limit = begin + d.per_part;
-  const int64_t end = parts > 1 && limit < most ? limit : most;
+  const int64_t end = parts > 1 && limit < maximum ? limit : maximum;
   for (int64_t start = begin; start < end; start += kDecodeBlock) {
     const auto attend = [&](const auto& rows) CRATE_LAMBDA {
       for (int i = 0; i < queries; ++i) {

@@ -10,9 +10,9 @@
 namespace crate_kernels {
 namespace {
 
-constexpr int64_t kLeastPart = 256;  // cached tokens per task: with fewer, a task costs more than it saves
+constexpr int64_t kMinPart = 256;  // cached tokens per task: with fewer, a task costs more than it saves
 // Numbers of the cache per thread: waking a second one costs as much as reading these.
-constexpr int64_t kLeastShare = 1 << 16;
+constexpr int64_t kMinShare = 1 << 16;
 
 struct Sequence {
   int64_t start, end;       // cached tokens before the new ones, and with them
@@ -59,7 +59,7 @@ void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor o
     longest = std::max(longest, s.end);
   }
 
-  const int64_t parts = std::clamp<int64_t>(longest / kLeastPart, 1, threads_per_head(heads));
+  const int64_t parts = std::clamp<int64_t>(longest / kMinPart, 1, threads_per_head(heads));
   const int64_t partial_size = tokens * mssa_decode_size(p.head_dim);  // of one part of one head
   const auto partial = allocate_parts(parts == 1 ? 0 : heads * parts * partial_size);
 
@@ -89,7 +89,7 @@ void decode(Tensor w, Tensor data, Tensor lengths, MssaDecodeCall call, Tensor o
     if (parts == 1) append_to(i);
     k.decode(p, head(i / parts), static_cast<int>(i % parts), static_cast<int>(parts));
   };
-  for_each_task(heads * parts, task, 1 + numbers / kLeastShare);
+  for_each_task(heads * parts, task, 1 + numbers / kMinShare);
   for (int64_t i = 0; parts > 1 && i < heads; ++i) k.decode_combine(p, head(i), static_cast<int>(parts));
   // Last: a call that runs out of memory leaves the cache as long as it was.
   for (int64_t b = 0; b < batch; ++b) cached_lengths[b] = static_cast<int32_t>(sequences[b].end);

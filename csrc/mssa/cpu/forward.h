@@ -12,8 +12,8 @@
 
 namespace {
 
-// Least sum of a row that is shifted by its bound. With less, differences to the bound round off bits of the scores.
-constexpr float kLeastSum = 0x1p-40f;
+// Smallest sum of a row that is shifted by its bound. With less, differences to the bound round off bits of the scores.
+constexpr float kMinSum = 0x1p-40f;
 
 template <class T>
 class Forward {
@@ -28,7 +28,7 @@ class Forward {
     tiles_.pack_keys(nullptr);
     const HalfNormRange extent(tiles_.half_norms, tiles_.keys.count);
     const bool paired = tiles_.parts == 1 && tiles_.pairs_allowed(extent);
-    if (paired) pairs(extent.most);
+    if (paired) pairs(extent.maximum);
     if (!paired || !tiles_.queries_are_keys()) rows(paired);
   }
 
@@ -117,18 +117,18 @@ class Forward {
     alignas(64) float sums[kTile * kLanes] = {}, exact_sums[kTile * kLanes] = {};
     alignas(64) float out[kTile * 256];
     memset(out, 0, sizeof(float) * b.count * tiles_.row_width);
-    alignas(64) float least[kTile];
+    alignas(64) float minimum[kTile];
     if (p_.threshold) {
-      // Sums must be known before weights are compared with them: one pass for the sums alone.
+      // Sums must be known before weights are compared with them: one pass only for the sums.
       for (int j = b.tiles.first; j < b.tiles.stop; ++j) row_tile(b, queries, j, sums, nullptr);
-      for (int r = 0; r < b.count; ++r) least[r] = p_.level * sum(load(sums + r * kLanes));
+      for (int r = 0; r < b.count; ++r) minimum[r] = p_.level * sum(load(sums + r * kLanes));
     }
     for (int j = b.tiles.first; j < b.tiles.stop; ++j) {
       row_tile(b, queries, j, p_.threshold ? nullptr : sums, exact_sums);
       if constexpr (T::kPair == 1) {
         if (p_.dropout) dropout_factors(p_, head_, b.token, b.count, tiles_.keys.token + j * kTile, tiles_.dropout);
         if (p_.dropout || p_.threshold) {
-          transform_weights(p_, least, p_.dropout ? tiles_.dropout : nullptr, b.count, tile_.by_row);
+          transform_weights(p_, minimum, p_.dropout ? tiles_.dropout : nullptr, b.count, tile_.by_row);
         }
       }
       accumulate<T, Order::rows>(out, tiles_.row_width, b.count, b.columns(j), tile_, values_ + tiles_.rows_at(j),
@@ -151,7 +151,7 @@ class Forward {
   static bool lost(QueryBlock& b, const float* sums) {
     bool any = false;
     for (int r = 0; r < b.count; ++r) {
-      if (!b.has_keys(r) || !(sum(load(sums + r * kLanes)) < kLeastSum)) continue;
+      if (!b.has_keys(r) || !(sum(load(sums + r * kLanes)) < kMinSum)) continue;
       b.shift[r] = NAN;
       any = true;
     }

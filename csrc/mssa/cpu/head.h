@@ -21,9 +21,9 @@ constexpr float kSafeSpread = 86.5f;
 // rounding makes weights of nearly equal tokens overflow.
 constexpr float kSafeHeight = 4096.0f;
 constexpr float kSafeHeightOfRange = 16.0f;  // scores of 22 nats
-// Least level of phi = "threshold" for rows that are shifted by bounds: their sum may be so small that weights above a
-// smaller level underflow.
-constexpr float kLeastLevel = 0x1p-38f;
+// Smallest level of phi = "threshold" for rows that are shifted by bounds: their sum may be so small that weights above
+// a smaller level underflow.
+constexpr float kMinLevel = 0x1p-38f;
 // The shift of a row without keys: its weights become 0.
 constexpr float kNoKeys = 1e30f;
 
@@ -103,25 +103,25 @@ CRATE_INLINE float half_norm(const float* row, int64_t width, float factor) {
   return (h + magic) - magic;
 }
 
-// The least and the largest h of some keys.
+// The smallest and the largest h of some keys.
 struct HalfNormRange {
-  float least = INFINITY, most = -INFINITY;
+  float minimum = INFINITY, maximum = -INFINITY;
 
   // Reads half_norm by whole vectors.
   HalfNormRange(const float* half_norm, int count) {
-    Vf lowest = splat(least), highest = splat(most);
+    Vf lowest = splat(minimum), highest = splat(maximum);
     for (int n = 0; n < count; n += kLanes) {
       const Vf h = load(half_norm + n);
       const Vi inside = iota() + n < count;
       highest = max(select(inside, h, highest), highest);
       lowest = -max(-select(inside, h, lowest), -lowest);
     }
-    most = max(highest);
-    least = -max(-lowest);
+    maximum = max(highest);
+    minimum = -max(-lowest);
   }
   // True if a head of at most this height needs no row maxima: with scale > 0, S_ij <= (S_ii + S_jj) / 2, so
   // 2^(S_ij - h_i - h_j) is at most 2 for h near S_ii / 2, and the row sum is at least 2^(h_i - max h) / 2.
-  bool safe(float height) const { return most - least <= kSafeSpread && most <= height; }
+  bool safe(float height) const { return maximum - minimum <= kSafeSpread && maximum <= height; }
 };
 
 // A block of queries, the keys [first, stop) that each sees, and what is subtracted from their scores.
@@ -226,7 +226,7 @@ struct HeadTiles {
   }
 
   // The largest h with which scores are shifted by their bound. In fp32 a weight that is all of its row is exactly 1
-  // only if the maximum is subtracted, and the row's out its token to the bit: a range's delta rests on that.
+  // only if the maximum is subtracted. Only then is the row's out equal to its token, on which a range's delta depends.
   float safe_height() const { return p.range && p.dtype == Dtype::f32 ? kSafeHeightOfRange : kSafeHeight; }
 
   int64_t panel_at(int block) const { return block * panel_size<T>(p.head_dim); }
@@ -365,7 +365,7 @@ struct HeadTiles {
     b.powered = false;
     for (int r = 0; r < kTile; ++r) {
       const float bound = b.stop[r] > 0 ? running_max[b.stop[r] - 1] : 0.0f;
-      bool safe = p.scale > 0 && keys.count > 1 && bound <= safe_height() && (!p.threshold || p.level >= kLeastLevel);
+      bool safe = p.scale > 0 && keys.count > 1 && bound <= safe_height() && (!p.threshold || p.level >= kMinLevel);
       float own = 0.0f;
       if (head.itself) {
         own = half_norms[keys.rank[b.token[r]]];

@@ -75,7 +75,7 @@ struct MssaKernels {
   void (*backward)(const MssaProblem&, const MssaHead&, int part, int parts, Arena&, float* partial);
   // Sum the shares of keys [begin, end) and write dw.
   void (*combine)(const MssaProblem&, const MssaHead&, int parts, const float* partial, int64_t begin, int64_t end);
-  // Write delta of the queries, from their dout and out alone.
+  // Write delta of the queries, only from their dout and out.
   void (*rectangular_delta)(const MssaProblem&, const MssaHead&, Arena&, float* delta);
   // Add to `partial` the share of dw that a part of the pairs of rows and columns has. In `rows` the rows are queries
   // and the columns keys, in `columns` the other way round.

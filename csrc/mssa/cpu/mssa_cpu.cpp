@@ -53,7 +53,7 @@ std::vector<MssaHead> list_heads(const Tensors& t, const MssaCall& call) {
   return heads;
 }
 
-// Says which head follows on the same thread, where each thread takes whole heads in turn.
+// Sets each head's `next`: the head that the same thread computes after it, if threads take whole heads.
 void link(std::vector<MssaHead>& heads, int parts) {
   if (parts > 1) return;
   const auto threads = static_cast<size_t>(torch::stable::get_num_threads());

@@ -193,9 +193,9 @@ constexpr int group_rows(int columns) {
 // Calls body(Int<rows>, first row) until rows r .. rows - 1 are covered exactly.
 template <int kColumns, class Body>
 CRATE_INLINE void for_row_groups(int r, int rows, const Body& body) {
-  constexpr int kMost = group_rows(kColumns);
-  for (; r + kMost <= rows; r += kMost) body(Int<kMost>(), r);
-  if (kMost > 4 && r + 4 <= rows) {
+  constexpr int kMax = group_rows(kColumns);
+  for (; r + kMax <= rows; r += kMax) body(Int<kMax>(), r);
+  if (kMax > 4 && r + 4 <= rows) {
     body(Int<4>(), r);
     r += 4;
   }

@@ -19,13 +19,13 @@ CRATE_INLINE void dropout_factors(const MssaProblem& p, const MssaHead& head, co
 }
 
 // The weights of the values: phi of the probabilities, times the dropout factors if any. phi = "threshold" compares the
-// weights of row r with least[r], the level times their sum: divided by it, a probability equal to the level could be
+// weights of row r with minimum[r], the level times their sum: divided by it, a probability equal to the level could be
 // rounded above it. Forward and backward have the same shifts and sums, and select the same weights.
-CRATE_INLINE void transform_weights(const MssaProblem& p, const float* least, const float* dropout, int rows,
+CRATE_INLINE void transform_weights(const MssaProblem& p, const float* minimum, const float* dropout, int rows,
                                     float* weights) {
   for (int n = 0; n < rows * kTile; n += kLanes) {
     Vf weight = load(weights + n);
-    if (p.threshold) weight = select(weight > least[n / kTile], splat(p.level), Vf{});
+    if (p.threshold) weight = select(weight > minimum[n / kTile], splat(p.level), Vf{});
     if (dropout != nullptr) weight *= load(dropout + n);
     store(weights + n, weight);
   }

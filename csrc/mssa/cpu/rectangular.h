@@ -20,9 +20,9 @@ namespace {
 // counts has not underflowed.
 constexpr float kSafeRatio = 63.0f;
 
-// The least and the largest lse of some tokens, in bits.
+// The smallest and the largest lse of some tokens, in bits.
 struct LseExtent {
-  float least = INFINITY, most = -INFINITY;
+  float minimum = INFINITY, maximum = -INFINITY;
   bool finite = true, trusted = true;
 
   void add(const MssaHead& head, Dtype dtype) {
@@ -30,11 +30,11 @@ struct LseExtent {
       const float lse = head.lse[n] * static_cast<float>(kLog2e);
       finite = finite && fabsf(lse) < INFINITY;
       trusted = trusted && fabsf(head.lse[n]) <= trusted_lse(dtype);
-      most = lse > most ? lse : most;
-      least = lse < least ? lse : least;
+      maximum = lse > maximum ? lse : maximum;
+      minimum = lse < minimum ? lse : minimum;
     }
   }
-  bool safe() const { return finite && trusted && most - least <= kSafeRatio; }
+  bool safe() const { return finite && trusted && maximum - minimum <= kSafeRatio; }
 };
 
 template <class T>
@@ -160,7 +160,7 @@ void mssa_rectangular_backward(const MssaProblem& p, const MssaHead& rows, const
   extent.add(columns, p.dtype);
   const bool all_see = hides_none(p.mask) && rows.key_mask == nullptr && columns.key_mask == nullptr && !p.dropout;
   if (all_see && extent.safe()) {
-    Mutual<T>(p, rows, columns, part, parts, 0.5f * (extent.least + extent.most)).run(arena, share.as_query);
+    Mutual<T>(p, rows, columns, part, parts, 0.5f * (extent.minimum + extent.maximum)).run(arena, share.as_query);
   } else if (rows.itself) {
     Backward<T>(p, rows, part, parts).run_rows(arena, share);
   } else {

@@ -27,7 +27,7 @@ CRATE_INLINE float trusted_height(bool dropout) {
 // In 16 bits, dw is off by |scale| |out|_max sqrt(sum_d dout_d^2 out_d^2) units of 0.2 eps, the deviation of a
 // rounding. So many of the largest |dout| of the head are within the dtype's own error. Random tokens and gradients
 // have 0.75; layer-normed tokens whose gradients are all one have 3.
-constexpr float kMostRounding = 2.0f;
+constexpr float kMaxRounding = 2.0f;
 constexpr float kDeviation = 0.2f;
 
 // Up to so many keys, one weight is often all of its row, and eager's gradient exact. A rounded lse is not enough then.
@@ -36,9 +36,9 @@ constexpr int kFewKeys = 16;
 // Above that height a row of fp32 may take delta from out as well if one weight is not nearly all of it, or is its own,
 // and a difference below an ulp is the rounding of out. Tall rows and short sequences are recomputed all the same:
 // eager's gradient is often exact there, and they cost little.
-constexpr float kMostlyOwn = -1.0f;  // least weight, in bits, of a row that is mostly its own token
-constexpr float kMostScore = 32.0f;  // largest |w|^2 scale, in bits
-constexpr int kLeastKeys = 128;
+constexpr float kMostlyOwn = -1.0f;  // smallest weight, in bits, of a row that is mostly its own token
+constexpr float kMaxScore = 32.0f;   // largest |w|^2 scale, in bits
+constexpr int kMinKeys = 128;
 constexpr float kUlp = 0x1p-23f;
 // Largest |w|^2 scale / 2, in bits, of a pair form with recomputed rows.
 constexpr float kTallestPairs = 12.0f;
@@ -85,7 +85,7 @@ class RowStats {
     read(head_.w, token, tokens_);
     const float score = tiles_.score_factor * row_dot(tokens_, tokens_, width);
     bool delta = fmaxf(max_half_norm, 0.5f * fabsf(score)) <= limit;
-    const bool low = fabsf(score) <= kMostScore && fabsf(bits(lse)) <= kSafeHeight && tiles_.keys.count >= kLeastKeys;
+    const bool low = fabsf(score) <= kMaxScore && fabsf(bits(lse)) <= kSafeHeight && tiles_.keys.count >= kMinKeys;
     if (!delta && low && is_f32 && !p_.dropout) {
       read(head_.out, token, out_);
       const float entropy = bits(lse) - tiles_.score_factor * row_dot(tokens_, out_, width);
@@ -98,25 +98,25 @@ class RowStats {
   void find_rounding() {
     for (int64_t t = 0; t < head_.seqlen; ++t) row_source[t] = StatsSource::forward;
     if (head_.dout.data == nullptr) return;
-    Magnitudes most_of = {};
+    Magnitudes max_of = {};
     for (int32_t first = 0; first < head_.seqlen; first += kLanes) {
       Vf squares[kLanes];
-      for (int n = 0; n < kLanes; ++n) squares[n] = first + n < head_.seqlen ? squares_of(first + n, most_of) : Vf{};
+      for (int n = 0; n < kLanes; ++n) squares[n] = first + n < head_.seqlen ? squares_of(first + n, max_of) : Vf{};
       store(row_delta + first, sums(squares));
     }
-    const float scale = static_cast<float>(fabs(p_.scale)), most = kMostRounding * max(as_float(most_of.dout)),
-                high = scale * max(as_float(most_of.out));
+    const float scale = static_cast<float>(fabs(p_.scale)), maximum = kMaxRounding * max(as_float(max_of.dout)),
+                high = scale * max(as_float(max_of.out));
     int tallest = -1;
     for (int32_t t = 0; t < head_.seqlen; ++t) {
-      if (!(high * high * row_delta[t] > most * most)) continue;
+      if (!(high * high * row_delta[t] > maximum * maximum)) continue;
       Magnitudes own = {};
       squares_of(t, own);
       const float rounding = scale * max(as_float(own.out)) * sqrtf(row_delta[t]);
-      if (!(rounding > most)) continue;
+      if (!(rounding > maximum)) continue;
       for (int k = tallest < 0 ? 0 : tiles_.keys.count; k < tiles_.keys.count; ++k) {
         if (tallest < 0 || tiles_.half_norms[k] > tiles_.half_norms[tallest]) tallest = k;
       }
-      if (tallest < 0 || !is_one_token(t, tiles_.keys.token[tallest], most / rounding))
+      if (tallest < 0 || !is_one_token(t, tiles_.keys.token[tallest], maximum / rounding))
         row_source[t] = StatsSource::sum_only;
     }
   }
@@ -227,9 +227,9 @@ class RowStats {
   };
 
   // The squares of dout_d out_d of a row, by lanes. Sums in registers: this is read before every backward.
-  CRATE_INLINE Vf squares_of(int32_t token, Magnitudes& most) const {
+  CRATE_INLINE Vf squares_of(int32_t token, Magnitudes& maximum) const {
     Vf squares = {};
-    Vi out = most.out, dout = most.dout;
+    Vi out = maximum.out, dout = maximum.dout;
     const auto add = [&](Vf o, Vf g) CRATE_LAMBDA {
       const Vf product = o * g;
       squares += product * product;
@@ -247,7 +247,7 @@ class RowStats {
       read(head_.dout, token, tokens_);
       for (int64_t d = 0; d < staging_width(p_.head_dim); d += kLanes) add(load(out_ + d), load(tokens_ + d));
     }
-    most = {out, dout};
+    maximum = {out, dout};
     return squares;
   }
 

@@ -6,9 +6,9 @@
 
 namespace {
 
-// The most tokens without a mask. Above, pairs spare more products than their passes cost; of bf16 a tile's products
-// are cheap. One thread of a Zen 5, 8 heads of 64 channels, microseconds: 8 tokens 6.1 (pairs 7.5), of bf16 33
-// tokens 16.8 (18.7), 64 tokens 33.3 (33.5); in fp32 64 tokens 49 (45).
+// The largest number of tokens without a mask. Above it, the products that pairs save cost more than their passes; in
+// bf16, products are cheap. One thread of a Zen 5, 8 heads of 64 channels, microseconds: 8 tokens 6.1 (pairs 7.5), of
+// bf16 33 tokens 16.8 (18.7), 64 tokens 33.3 (33.5); in fp32 64 tokens 49 (45).
 template <class T>
 constexpr int kShortForward = T::kPair == 1 ? 32 : kTile;
 
@@ -18,9 +18,9 @@ class ShortForward {
   ShortForward(const MssaProblem& p, const MssaHead& head, int part, int parts) : short_(p, head, part, parts) {}
 
   static bool serves(const MssaProblem& p, const MssaHead& head, int parts) {
-    const int most = hides_none(p.mask) && head.key_mask == nullptr ? kShortForward<T> : kTile;
+    const int maximum = hides_none(p.mask) && head.key_mask == nullptr ? kShortForward<T> : kTile;
     // The backward of a range takes scores in bits, and so needs lse of scores that were rounded in bits.
-    return ShortHead<T>::serves(p, head, parts) && head.nkeys <= most && !p.range;
+    return ShortHead<T>::serves(p, head, parts) && head.nkeys <= maximum && !p.range;
   }
 
   void run(Arena& arena) {

@@ -21,25 +21,26 @@ template <class S>
 CRATE_DEVICE float gradient_unit(const HeadCall& call, const Head& head, const HeadPlace& place, uint32_t g) {
   using T = typename S::T;
   const int id = fresh(threadIdx.x);
-  float most = 0.0f;
+  float maximum = 0.0f;
 #pragma unroll 1
   for (int n = id; n < S::kRows * 8 * S::kPanels; n += S::kThreads) {
     const uint4 bits = load_shared_4(g + 16 * n);
     const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
     unroll<4>([&](int i) {
       const float2 pair = unpack_pair<T>(pairs[i]);
-      most = fmaxf(most, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+      maximum = fmaxf(maximum, fmaxf(fabsf(pair.x), fabsf(pair.y)));
     });
   }
   for (int row = id; call.dlse != nullptr && row < head.length; row += S::kThreads) {
-    most = fmaxf(most, BackwardRange<T>::as_g(call.dlse[head.row + row], call.scale));
+    maximum = fmaxf(maximum, BackwardRange<T>::as_g(call.dlse[head.row + row], call.scale));
   }
-  most = warp_max(most);
-  if (place.lane() == 0) store_shared(place.base + S::kNumbers + 128 + 4 * (id >> 5), most);
+  maximum = warp_max(maximum);
+  if (place.lane() == 0) store_shared(place.base + S::kNumbers + 128 + 4 * (id >> 5), maximum);
   barrier_sync(kAllThreads, S::kThreads);
 #pragma unroll
-  for (int n = 0; n < S::kThreads / 32; ++n) most = fmaxf(most, load_shared(place.base + S::kNumbers + 128 + 4 * n));
-  return BackwardRange<T>::unit(most);
+  for (int n = 0; n < S::kThreads / 32; ++n)
+    maximum = fmaxf(maximum, load_shared(place.base + S::kNumbers + 128 + 4 * n));
+  return BackwardRange<T>::unit(maximum);
 }
 
 // g becomes g^ in place, and d^ and what says whether a row is a key are written. Returns whether the rounding of out
@@ -144,15 +145,15 @@ __global__ void __launch_bounds__(HeadBackwardShape<T, DIM, ROWS, MASKED, CAUSAL
     const Head head(call, index);
     // The largest lse bounds every score of a key.
     const int id = fresh(threadIdx.x);
-    float most = -INFINITY, least = INFINITY;
+    float maximum = -INFINITY, minimum = INFINITY;
     if (id < head.length) {
       const float lse = call.lse[head.row + id] * kLog2E;
-      if (lse != -INFINITY) most = least = lse;
+      if (lse != -INFINITY) maximum = minimum = lse;
     }
-    most = warp_max(most), least = -warp_max(-least);
+    maximum = warp_max(maximum), minimum = -warp_max(-minimum);
     if (place.lane() == 0) {
-      store_shared(place.base + S::kNumbers + 8 * (id >> 5), most);
-      store_shared(place.base + S::kNumbers + 8 * (id >> 5) + 4, least);
+      store_shared(place.base + S::kNumbers + 8 * (id >> 5), maximum);
+      store_shared(place.base + S::kNumbers + 8 * (id >> 5) + 4, minimum);
     }
     copy_async_wait<0>();
     barrier_sync(kAllThreads, S::kThreads);
@@ -163,11 +164,11 @@ __global__ void __launch_bounds__(HeadBackwardShape<T, DIM, ROWS, MASKED, CAUSAL
 #pragma unroll
     for (int n = 0; n < kWarps; ++n) {
       const float2 of_warp = load_shared_2(place.base + S::kNumbers + 8 * n);
-      most = fmaxf(most, of_warp.x), least = fminf(least, of_warp.y);
+      maximum = fmaxf(maximum, of_warp.x), minimum = fminf(minimum, of_warp.y);
     }
-    const bool none = most == -INFINITY;  // no row has a key
-    const float c = none ? 0.0f : most - S::kTop;
-    const bool fits = none || BackwardRange<T>::holds(least, most);
+    const bool none = maximum == -INFINITY;  // no row has a key
+    const float c = none ? 0.0f : maximum - S::kTop;
+    const bool fits = none || BackwardRange<T>::holds(minimum, maximum);
     float unit = 1.0f;
     if (fits) {
       if constexpr (S::kHalf) unit = gradient_unit<S>(call, head, place, stage + S::kTokens);

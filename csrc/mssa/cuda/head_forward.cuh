@@ -12,7 +12,7 @@ template <class S>
 CRATE_DEVICE void measure(const HeadCall& call, const Head& head, uint32_t base, uint32_t w) {
   using T = typename S::T;
   const uint8_t* const key_mask = head.key_mask(call);
-  float most = -INFINITY;
+  float maximum = -INFINITY;
 #pragma unroll 1
   for (int first = 0; first < S::kRows; first += S::kThreads) {
     const int row = first + fresh(threadIdx.x);
@@ -45,11 +45,11 @@ CRATE_DEVICE void measure(const HeadCall& call, const Head& head, uint32_t base,
       if (row < S::kRows) store_shared(base + S::kSums + 4 * row, up_to);
     }
     if (row < S::kRows) store_shared(base + S::kNorms + 4 * row, norm);
-    if (is_key) most = fmaxf(most, norm);
+    if (is_key) maximum = fmaxf(maximum, norm);
   }
   if constexpr (!S::kCausal) {
-    most = warp_max(most);
-    if (threadIdx.x % 32 == 0) store_shared(base + S::kNumbers + threadIdx.x / 8, most);
+    maximum = warp_max(maximum);
+    if (threadIdx.x % 32 == 0) store_shared(base + S::kNumbers + threadIdx.x / 8, maximum);
   }
 }
 
@@ -58,10 +58,10 @@ template <class S>
 CRATE_DEVICE void add_largest(uint32_t base) {
 #pragma unroll 1
   for (int row = fresh(threadIdx.x); row < S::kRows; row += S::kThreads) {
-    float most = load_shared(base + S::kSums + 4 * row);
-    for (int n = 0; n < row / 32; ++n) most = fmaxf(most, load_shared(base + S::kNumbers + 4 * n));
+    float maximum = load_shared(base + S::kSums + 4 * row);
+    for (int n = 0; n < row / 32; ++n) maximum = fmaxf(maximum, load_shared(base + S::kNumbers + 4 * n));
     const uint32_t at = base + S::kNorms + 4 * row;
-    store_shared(at, load_shared(at) + most);
+    store_shared(at, load_shared(at) + maximum);
   }
 }
 
@@ -220,10 +220,10 @@ __global__ void __launch_bounds__(128, HeadForwardShape<T, DIM, ROWS, CAUSAL>::k
       add_largest<S>(base);
       __syncthreads();
     } else {
-      float most = -INFINITY;
+      float maximum = -INFINITY;
 #pragma unroll
-      for (int n = 0; n < 4; ++n) most = fmaxf(most, load_shared(base + S::kNumbers + 4 * n));
-      raise += most;
+      for (int n = 0; n < 4; ++n) maximum = fmaxf(maximum, load_shared(base + S::kNumbers + 4 * n));
+      raise += maximum;
     }
     HeadOutput<S> output = {call, place, stage, head.length, raise, {}, {}, {}, {}, {}, {}};
 #pragma unroll 1

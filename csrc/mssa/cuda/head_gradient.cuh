@@ -37,22 +37,22 @@ struct HeadBackwardShape {
   static constexpr int kDim = DIM_, kRows = ROWS_;
   static constexpr bool kMasked = MASKED_, kCausal = CAUSAL_;
   static constexpr int kBlocks = kRows / 64 < 3 ? kRows / 64 : 3, kTail = kRows - 64 * kBlocks;
-  static constexpr int kThreads = 128 * kBlocks, kTile = kDim <= 64 ? 64 : 32, kMost = kTile / 16;
+  static constexpr int kThreads = 128 * kBlocks, kTile = kDim <= 64 ? 64 : 32, kFragments = kTile / 16;
   static constexpr int kPanels = (kDim + 63) / 64;
   static constexpr uint32_t kPanel = kRows * kRowBytes, kTokens = kPanels * kPanel;
   static constexpr uint32_t kStage = (kMasked ? 3 : 2) * kTokens;  // w, g, w^
   static constexpr uint32_t kStaging = kBlocks * kPanels * 64 * kRowBytes;
   static constexpr uint32_t kColumns = kTail == 0 ? 0 : (kRows * Columns<kTail>::kPitch + 1023) / 1024 * 1024;
   static constexpr uint32_t kRest = kStaging + 2 * kColumns + 2048 + 256;  // d^, is_key, numbers of the warps
-  static constexpr uint32_t kMostBytes = 232448;
-  static constexpr int kStages = 2 * kStage + kRest <= kMostBytes ? 2 : 1;
+  static constexpr uint32_t kMaxBytes = 232448;
+  static constexpr int kStages = 2 * kStage + kRest <= kMaxBytes ? 2 : 1;
   static constexpr uint32_t kBytes = kStages * kStage + kRest;
   // Places in shared memory, behind the stages.
   static constexpr uint32_t kStagingAt = kStages * kStage, kEColumns = kStagingAt + kStaging;
   static constexpr uint32_t kAColumns = kEColumns + kColumns, kDeltas = kAColumns + kColumns;
   static constexpr uint32_t kIsKey = kDeltas + 1024, kNumbers = kIsKey + 1024;
   static_assert(kDim % 16 == 0 && kDim <= 128 && kRows % 16 == 0 && kRows >= 64 && kRows <= 256);
-  static_assert(kBytes <= kMostBytes, "more than a block can have");
+  static_assert(kBytes <= kMaxBytes, "more than a block can have");
   static constexpr bool kHalf = BackwardRange<T>::kHalf;
   static constexpr float kTop = BackwardRange<T>::kTop;
 };
@@ -65,12 +65,12 @@ template <class S>
 struct HeadGradient {
   using T = typename S::T;
   HeadPlace at;
-  uint32_t w;                               // this head's tokens; g and w^ are behind them
-  uint32_t left;                            // the warp group's rows of w
-  float factor, c, scale;                   // E = 2^(factor s - c)
-  float delta[2], is_key[2];                // of the thread's two rows
-  float acc[S::kDim / 2];                   // (64, kDim) per warp group
-  uint32_t e[S::kMost][4], a[S::kMost][4];  // (16, kTile) per warp: E and scale A, rounded
+  uint32_t w;                                         // this head's tokens; g and w^ are behind them
+  uint32_t left;                                      // the warp group's rows of w
+  float factor, c, scale;                             // E = 2^(factor s - c)
+  float delta[2], is_key[2];                          // of the thread's two rows
+  float acc[S::kDim / 2];                             // (64, kDim) per warp group
+  uint32_t e[S::kFragments][4], a[S::kFragments][4];  // (16, kTile) per warp: E and scale A, rounded
 
   // The sums of a tile's products: s for E, t for A; on the diagonal t is that of keys alone, and queries are
   // apart.
@@ -227,7 +227,7 @@ struct HeadGradient {
   CRATE_DEVICE void pin_terms() {
     pin(acc);
 #pragma unroll
-    for (int kk = 0; kk < S::kMost; ++kk) {
+    for (int kk = 0; kk < S::kFragments; ++kk) {
       pin(a[kk]);
       if constexpr (BOTH) pin(e[kk]);
     }

@@ -29,7 +29,7 @@ struct HeadForwardShape {
   static constexpr bool kCausal = CAUSAL_;
   static constexpr int kDim = DIM_, kRows = ROWS_, kThreads = 128;
   static constexpr int kBlocks = kRows / 64, kTail = kRows % 64;
-  static constexpr int kTile = 32, kMost = kTile / 16;
+  static constexpr int kTile = 32, kFragments = kTile / 16;
   static constexpr int kPanels = (kDim + 63) / 64;
   static constexpr uint32_t kPanel = kRows * kRowBytes, kStage = kPanels * kPanel;
   static constexpr uint32_t kStaging = kPanels * 64 * kRowBytes;
@@ -37,12 +37,12 @@ struct HeadForwardShape {
   static constexpr uint32_t kPartial = kThreads * kTail;  // a thread's sums of the tail's columns
   static constexpr uint32_t kRest = kStaging + kColumns + kPartial + 1024 + 1024 + 512;  // norms, sums, ones
   // So many blocks share a multiprocessor, by their registers; a second stage, for the next head, if they do with it.
-  static constexpr int kMostBeside = kDim <= 112 ? 3 : 2;
+  static constexpr int kMaxBeside = kDim <= 112 ? 3 : 2;
   static constexpr uint32_t kMultiprocessor = 233472, kReserved = 1024;
-  static constexpr int kStages = kMostBeside * (2 * kStage + kRest + kReserved) <= kMultiprocessor ? 2 : 1;
+  static constexpr int kStages = kMaxBeside * (2 * kStage + kRest + kReserved) <= kMultiprocessor ? 2 : 1;
   static constexpr uint32_t kBytes = kStages * kStage + kRest;
   static constexpr int kRoom = kMultiprocessor / (kBytes + kReserved);
-  static constexpr int kBeside = kRoom < kMostBeside ? kRoom : kMostBeside;
+  static constexpr int kBeside = kRoom < kMaxBeside ? kRoom : kMaxBeside;
   // Places in shared memory, behind the stages.
   static constexpr uint32_t kStagingAt = kStages * kStage, kColumnsAt = kStagingAt + kStaging;
   static constexpr uint32_t kPartials = kColumnsAt + kColumns, kNorms = kPartials + kPartial, kSums = kNorms + 1024;
@@ -64,7 +64,7 @@ struct HeadOutput {
   float sum[4];                    // of rounded ones: of the two rows, two equal numbers each
   float acc[S::kDim / 2];          // (64, kDim) per block
   uint32_t rows[S::kDim / 16][4];  // (16, kDim) per warp: the left operand of the scores
-  uint32_t p[S::kMost][4];         // (16, kTile) per warp: weights, rounded
+  uint32_t p[S::kFragments][4];    // (16, kTile) per warp: weights, rounded
 
   // The column behind COLUMN and so many more, of the rows from FIRST on: causal, behind them is the tail.
   template <int FIRST, int COLUMN>
@@ -231,7 +231,7 @@ struct HeadOutput {
     wgmma_wait<UNFINISHED>();
     pin(acc), pin(sum);
 #pragma unroll
-    for (int kk = 0; kk < S::kMost; ++kk) pin(p[kk]);
+    for (int kk = 0; kk < S::kFragments; ++kk) pin(p[kk]);
   }
 
   // Where the head's out and lse begin: kept in shared memory.

@@ -30,20 +30,20 @@ CRATE_DEVICE const uint8_t* key_masks(const HeadCall& call) {
 constexpr float kLog2E = 1.44269504f;
 constexpr int kAllThreads = 1;  // named barrier
 
-// The range of a forward by one shift a row: weights are at most 2^kTop, but for rounding, and sums at least kLeast.
-// fp16 holds weights from 2^-24 on: 256 errors of half of that are an eighth of its rounding of kLeast. Long tokens
-// have large roundings, and weights far above 2^kTop: of a sum below kMost and tokens whose squares are finite, out is.
-// An lse of kFarthest at most is off by a quarter of a weight's rounding; a larger one has to be that of the backward's
-// own scores.
+// The range of a forward by one shift a row: weights are at most 2^kTop, but for rounding, and sums at least kMinSum.
+// fp16 holds weights from 2^-24 on: 256 errors of half of that are an eighth of its rounding of kMinSum. Long tokens
+// have large roundings, and weights far above 2^kTop: of a sum below kMaxSum and tokens whose squares are finite, out
+// is. An lse of kFarthest at most is off by a quarter of a weight's rounding; a larger one has to be that of the
+// backward's own scores.
 template <class T>
 struct ForwardRange {
   static constexpr bool kHalf = std::is_same_v<T, fp16>;
-  static constexpr float kTop = kHalf ? 14.0f : 40.0f, kLeast = kHalf ? 0x1p-3f : 0x1p-80f, kMost = 0x1p63f;
+  static constexpr float kTop = kHalf ? 14.0f : 40.0f, kMinSum = kHalf ? 0x1p-3f : 0x1p-80f, kMaxSum = 0x1p63f;
   static constexpr float kFarthest = kHalf ? 700.0f : 5600.0f;
 
   // Returns whether a row's sum of rounded weights, and its lse, are in range.
-  static CRATE_DEVICE bool holds(float total, float lse, float least = kLeast) {
-    return total >= least && total < kMost && fabsf(lse) <= kFarthest;
+  static CRATE_DEVICE bool holds(float total, float lse, float minimum = kMinSum) {
+    return total >= minimum && total < kMaxSum && fabsf(lse) <= kFarthest;
   }
 };
 
@@ -55,15 +55,15 @@ struct BackwardRange {
   static constexpr float kTop = kHalf ? 10.0f : 60.0f, kSpread = kHalf ? 20.0f : 150.0f, kLargest = 16.0f;
 
   // Returns whether lse of a head, between two numbers of bits, is in range; a NaN or an infinite one is not.
-  static CRATE_DEVICE bool holds(float least, float most, float spread = kSpread) {
-    return most - least <= spread && fmaxf(most, -least) <= ForwardRange<T>::kFarthest * kLog2E;
+  static CRATE_DEVICE bool holds(float minimum, float maximum, float spread = kSpread) {
+    return maximum - minimum <= spread && fmaxf(maximum, -minimum) <= ForwardRange<T>::kFarthest * kLog2E;
   }
   // The |g| whose factor a gradient of lse needs: it is in A, which may be 2^8 times as large.
   static CRATE_DEVICE float as_g(float dlse, float scale) { return 0x1p-8f * fabsf(scale * dlse); }
-  // The factor, a power of two, that makes `most` about kLargest; 1 if it is 0 or not finite.
-  static CRATE_DEVICE float unit(float most) {
-    const uint32_t exponent = __float_as_uint(most) & 0x7f800000u;
-    if (most == 0.0f || exponent == 0x7f800000u) return 1.0f;
+  // The factor, a power of two, that makes `maximum` about kLargest; 1 if it is 0 or not finite.
+  static CRATE_DEVICE float unit(float maximum) {
+    const uint32_t exponent = __float_as_uint(maximum) & 0x7f800000u;
+    if (maximum == 0.0f || exponent == 0x7f800000u) return 1.0f;
     return kLargest * __uint_as_float(0x7f000000u - exponent);
   }
 };

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(128) long_delta_kernel(const __grid_constant__
   const int place = blockIdx.x % (2 * tiles), first = 64 * place;
   const Head head(call, index);
   if (first >= head.length || call.left[index] != 0) return;
-  const float shows = call.most[(static_cast<int64_t>(index) * tiles + place / 2) * kRangeNumbers + 3];
+  const float shows = call.tile_stats[(static_cast<int64_t>(index) * tiles + place / 2) * kRangeNumbers + 3];
   if ((static_cast<int>(shows) >> place % 2 & 1) == 0) return;
   const uint32_t base = shared_address(aligned_shared_memory()), tile = base + 2 * S::kTokens;
   const int id = threadIdx.x, lane = id % kWarp, warp = id / kWarp;

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kLongTile) long_measure_kernel(const __grid_co
   __syncthreads();
   for (int n = 0; n < warp; ++n) up_to = fmaxf(up_to, of_warp[n]);
   if (row < head.length) call.numbers[head.row + row] = make_float2(norm, up_to);
-  if (id == kLongTile - 1) call.most[static_cast<int64_t>(index) * tiles + tile] = up_to;
+  if (id == kLongTile - 1) call.tile_stats[static_cast<int64_t>(index) * tiles + tile] = up_to;
 }
 
 template <class T_, int DIM_, bool CAUSAL_>
@@ -91,15 +91,15 @@ struct LongOutput {
   CRATE_DEVICE void find_shifts(int index, const Head& head) {
     const int tiles = (call.seqlen + S::kTile - 1) / S::kTile;
     const int before = S::kCausal ? first / S::kTile : (head.length + S::kTile - 1) / S::kTile;
-    float most = -INFINITY;
+    float maximum = -INFINITY;
     for (int n = at.lane(); n < before; n += kWarp) {
-      most = fmaxf(most, call.most[static_cast<int64_t>(index) * tiles + n]);
+      maximum = fmaxf(maximum, call.tile_stats[static_cast<int64_t>(index) * tiles + n]);
     }
-    most = warp_max(most);
+    maximum = warp_max(maximum);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float2 own = call.numbers[head.row + min(row(half), head.length - 1)];
-      shift[half] = own.x + (S::kCausal ? fmaxf(most, own.y) : most) - ForwardRange<T>::kTop;
+      shift[half] = own.x + (S::kCausal ? fmaxf(maximum, own.y) : maximum) - ForwardRange<T>::kTop;
     }
   }
 
@@ -220,8 +220,8 @@ struct LongOutput {
   // The more keys, the more errors of fp16's smallest weights.
   static CRATE_DEVICE bool in_range(float total, float lse, int keys) {
     using R = ForwardRange<T>;
-    const float least = R::kHalf ? R::kLeast / 256 * max(keys, 256) : R::kLeast;
-    return R::holds(total, lse, least);
+    const float minimum = R::kHalf ? R::kMinSum / 256 * max(keys, 256) : R::kMinSum;
+    return R::holds(total, lse, minimum);
   }
 };
 

@@ -14,7 +14,7 @@ struct LongCall : HeadCall {
   HeadTokens scaled;  // g^, of the backward
   float2* numbers;    // two of every token, as lse has one; the measuring kernels write them
   float2* of_head;    // (heads,): c, and what undoes the factor of g
-  float* most;        // what is measured of each tile of 128 tokens
+  float* tile_stats;  // for each tile of 128 tokens
   float* sums;        // fp32, of tiles of 64 rows, as fragments of products; null: none, long_pairs.cuh
   int32_t blocks;     // of rows, per head
   int32_t sum_tiles;  // per head; packed, of all sequences

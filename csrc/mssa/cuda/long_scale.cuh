@@ -20,14 +20,14 @@ __global__ void __launch_bounds__(kLongTile) long_range_kernel(const __grid_cons
   const Head head(call, index);
   const int first = tile * kLongTile;
   if (first >= head.length) return;
-  float most = -INFINITY, least = INFINITY, most_g = 0.0f;
+  float maximum = -INFINITY, minimum = INFINITY, max_g = 0.0f;
   if (first + id < head.length) {
     const float lse = call.lse[head.row + first + id] * kLog2E;
-    if (lse != -INFINITY) most = least = lse;
+    if (lse != -INFINITY) maximum = minimum = lse;
   }
   if constexpr (BackwardRange<T>::kHalf) {
     if (call.dlse != nullptr && first + id < head.length) {
-      most_g = BackwardRange<T>::as_g(call.dlse[head.row + first + id], call.scale);
+      max_g = BackwardRange<T>::as_g(call.dlse[head.row + first + id], call.scale);
     }
     const T* const g = head.first<const T>(call, call.dout);
     for (int row = first + (id >> 3); row < min(first + kLongTile, head.length); row += kLongTile / 8) {
@@ -36,24 +36,24 @@ __global__ void __launch_bounds__(kLongTile) long_range_kernel(const __grid_cons
         const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
         unroll<4>([&](int i) {
           const float2 pair = unpack_pair<T>(pairs[i]);
-          most_g = fmaxf(most_g, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+          max_g = fmaxf(max_g, fmaxf(fabsf(pair.x), fabsf(pair.y)));
         });
       }
     }
   }
-  most = warp_max(most), least = -warp_max(-least), most_g = warp_max(most_g);
+  maximum = warp_max(maximum), minimum = -warp_max(-minimum), max_g = warp_max(max_g);
   if (id % kWarp == 0) {
     float* const to = of_warp[id / kWarp];
-    to[0] = most, to[1] = least, to[2] = most_g;
+    to[0] = maximum, to[1] = minimum, to[2] = max_g;
   }
   __syncthreads();
   if (id > 0) return;
   for (int warp = 1; warp < kLongTile / static_cast<int>(kWarp); ++warp) {
-    most = fmaxf(most, of_warp[warp][0]), least = fminf(least, of_warp[warp][1]);
-    most_g = fmaxf(most_g, of_warp[warp][2]);
+    maximum = fmaxf(maximum, of_warp[warp][0]), minimum = fminf(minimum, of_warp[warp][1]);
+    max_g = fmaxf(max_g, of_warp[warp][2]);
   }
-  float* const to = call.most + (static_cast<int64_t>(index) * tiles + tile) * kRangeNumbers;
-  to[0] = most, to[1] = least, to[2] = most_g;
+  float* const to = call.tile_stats + (static_cast<int64_t>(index) * tiles + tile) * kRangeNumbers;
+  to[0] = maximum, to[1] = minimum, to[2] = max_g;
 }
 
 // Writes g^ and d^ of every row, beside d^ whether it is a key, c of its head, and zeros as its sums. A head is left
@@ -66,17 +66,17 @@ __global__ void __launch_bounds__(kLongTile) long_scale_kernel(const __grid_cons
   const Head head(call, index);
   const int first = tile * kLongTile;
   if (first >= head.length) return;
-  float most = -INFINITY, least = INFINITY, most_g = 0.0f;
+  float maximum = -INFINITY, minimum = INFINITY, max_g = 0.0f;
   for (int n = id % kWarp; n < (head.length + kLongTile - 1) / kLongTile; n += kWarp) {
-    const float* const from = call.most + (static_cast<int64_t>(index) * tiles + n) * kRangeNumbers;
-    most = fmaxf(most, from[0]), least = fminf(least, from[1]), most_g = fmaxf(most_g, from[2]);
+    const float* const from = call.tile_stats + (static_cast<int64_t>(index) * tiles + n) * kRangeNumbers;
+    maximum = fmaxf(maximum, from[0]), minimum = fminf(minimum, from[1]), max_g = fmaxf(max_g, from[2]);
   }
-  most = warp_max(most), least = -warp_max(-least), most_g = warp_max(most_g);
-  const bool none = most == -INFINITY;  // no row has a key
-  const float c = none ? 0.0f : most - R::kTop, unit = R::kHalf ? R::unit(most_g) : 1.0f;
+  maximum = warp_max(maximum), minimum = -warp_max(-minimum), max_g = warp_max(max_g);
+  const bool none = maximum == -INFINITY;  // no row has a key
+  const float c = none ? 0.0f : maximum - R::kTop, unit = R::kHalf ? R::unit(max_g) : 1.0f;
   // The more weights of g^, the more errors of fp16's smallest.
   const float spread = R::kHalf ? R::kSpread - fmaxf(log2f(head.length / 256.0f), 0.0f) : R::kSpread;
-  if (!none && !R::holds(least, most, spread)) {
+  if (!none && !R::holds(minimum, maximum, spread)) {
     if (tile == 0 && id == 0) call.left[index] = head.length;
     return;
   }
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kLongTile) long_scale_kernel(const __grid_cons
     }
   }
   const int upper = __syncthreads_count(shows[0]) != 0, lower = __syncthreads_count(shows[1]) != 0;
-  if (id == 0) call.most[(static_cast<int64_t>(index) * tiles + tile) * kRangeNumbers + 3] = upper + 2 * lower;
+  if (id == 0) call.tile_stats[(static_cast<int64_t>(index) * tiles + tile) * kRangeNumbers + 3] = upper + 2 * lower;
 }
 
 }  // namespace crate_kernels::mssa

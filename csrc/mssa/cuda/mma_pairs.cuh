@@ -20,7 +20,7 @@
 
 namespace crate_kernels::mssa {
 
-constexpr int kMostTiles = 16;  // 512 threads with 128 registers each
+constexpr int kMaxTiles = 16;  // 512 threads with 128 registers each
 
 // From 2^29 on, the rounding of scores and norms makes weights of equal tokens overflow.
 constexpr float kHighest = 1048576.0f;
@@ -30,16 +30,16 @@ constexpr float kHighest = 1048576.0f;
 // are an eighth of fp16's rounding of that.
 template <class T>
 struct PairRange {
-  static constexpr float kMost = 55.0f;
-  static CRATE_DEVICE float shift(float least, float most) { return most + least; }
+  static constexpr float kMax = 55.0f;
+  static CRATE_DEVICE float shift(float minimum, float maximum) { return maximum + minimum; }
 };
 template <>
 struct PairRange<fp16> {
-  static constexpr float kMost = 6.0f;
-  static CRATE_DEVICE float shift(float, float most) { return 2.0f * most - 10.0f; }
+  static constexpr float kMax = 6.0f;
+  static CRATE_DEVICE float shift(float, float maximum) { return 2.0f * maximum - 10.0f; }
 };
 
-// The least and the largest n of the head; `extremes` has two numbers per tile.
+// The smallest and the largest n of the head; `extremes` has two numbers per tile.
 template <class T, int DIM>
 CRATE_DEVICE float2 extent(const Own<T, DIM, 1, true>& own, float scale, int row, int length, float2* extremes) {
   float upper = 0.0f, lower = 0.0f;  // of rows g and g + 8
@@ -101,7 +101,7 @@ CRATE_DEVICE void attend_pairs(RowState<T, DIM, 1>& state, const Own<T, DIM, 1, 
   float sums[4] = {};  // (16, 8) per warp: every column has the sums of the rows
   for (int step = 0; 2 * step <= count; ++step) {
     // Overwritten two steps later: by the barrier between, every warp has read it.
-    T* const weights = exchange + step % 2 * kMostTiles * 256;
+    T* const weights = exchange + step % 2 * kMaxTiles * 256;
     if (meets(i, step)) {
       const int j = (i + step) % count;
       uint32_t p[1][4];  // (16, 16) per warp: weights of the pair
@@ -131,16 +131,16 @@ template <class T, int DIM>
 CRATE_DEVICE void pairs_block(const Problem& call) {
   const Head head(call, blockIdx.x);
   const int tiles = blockDim.x / kWarp, row = threadIdx.x / kWarp * 16;
-  T* const all = reinterpret_cast<T*>(shared_memory());                                 // (16 tiles, DIM)
-  T* const exchange = all + tiles * 16 * DIM;                                           // two of (kMostTiles, 16, 16)
-  float2* const extremes = reinterpret_cast<float2*>(exchange + 2 * kMostTiles * 256);  // (tiles,)
+  T* const all = reinterpret_cast<T*>(shared_memory());                                // (16 tiles, DIM)
+  T* const exchange = all + tiles * 16 * DIM;                                          // two of (kMaxTiles, 16, 16)
+  float2* const extremes = reinterpret_cast<float2*>(exchange + 2 * kMaxTiles * 256);  // (tiles,)
   load_tile<T, DIM>(all, head.view<const T>(call, call.inputs.w), tiles * 16, 0, head.length, call.access);
   finish_copies();
   Own<T, DIM, 1, true> own;
   own.load(all + row * DIM);
   RowState<T, DIM, 1> state;
   const float2 e = extent<T, DIM>(own, call.scale, row, head.length, extremes);
-  if (e.y - e.x <= PairRange<T>::kMost && e.y <= kHighest) {
+  if (e.y - e.x <= PairRange<T>::kMax && e.y <= kHighest) {
     attend_pairs<T, DIM>(state, own, all, exchange, call.scale, PairRange<T>::shift(e.x, e.y), head.length);
   } else {
     const RowMask mask = {nullptr, 0, call.scale, head.length};
@@ -156,7 +156,7 @@ CRATE_DEVICE void pairs_block(const Problem& call) {
 
 // A plain softmax with a positive scale only; one warp per 16 tokens.
 template <class T, int DIM>
-__global__ void __launch_bounds__(kMostTiles * 32) mma_pairs_kernel(Problem call) {
+__global__ void __launch_bounds__(kMaxTiles * 32) mma_pairs_kernel(Problem call) {
   if constexpr (kTensorCores) {
     pairs_block<T, DIM>(call);
   } else {

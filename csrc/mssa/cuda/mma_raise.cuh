@@ -16,7 +16,7 @@ namespace crate_kernels::mssa {
 template <class T>
 constexpr bool kRaises = std::is_same_v<T, fp16>;
 
-constexpr int kMostBits = 14;           // fp16 holds 2^15, and a weight is at most 1 but for the rounding of lse,
+constexpr int kMaxBits = 14;            // fp16 holds 2^15, and a weight is at most 1 but for the rounding of lse,
 constexpr float kLargeScore = 0x1p20f;  // which is no longer small from this score on
 
 // The factor of the block's head, in shared memory: there is no register left for it.
@@ -36,10 +36,10 @@ CRATE_DEVICE void find_raise(const Problem& call, const Head& head) {
   }
   dout = warp_max(dout), w = warp_max(w);
   const float scale = fabsf(call.scale);
-  const float most = call.keep_factor * fmaxf(1.0f, 4.0f * scale * sqrtf(dout) * sqrtf(w));
-  const int exponent = static_cast<int>(__float_as_uint(most) >> 23) - 126;  // most is below 2^exponent
+  const float maximum = call.keep_factor * fmaxf(1.0f, 4.0f * scale * sqrtf(dout) * sqrtf(w));
+  const int exponent = static_cast<int>(__float_as_uint(maximum) >> 23) - 126;  // maximum is below 2^exponent
   const bool known = noted && scale * w < kLargeScore;
-  if (threadIdx.x == 0) raise() = known ? exp2_fast(static_cast<float>(max(kMostBits - exponent, 0))) : 1.0f;
+  if (threadIdx.x == 0) raise() = known ? exp2_fast(static_cast<float>(max(kMaxBits - exponent, 0))) : 1.0f;
 }
 
 }  // namespace crate_kernels::mssa

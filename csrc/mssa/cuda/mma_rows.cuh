@@ -95,9 +95,9 @@ CRATE_DEVICE void attend_tile(RowState<T, DIM, ROWS16>& state, const Own<T, DIM,
     const float before = state.largest[m][half];
     float top = before;
     if (pass != Pass::select) {
-      float most = -INFINITY;
-      unroll<COLUMNS / 8>([&](int n) { most = fmaxf(most, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1])); });
-      top = fmaxf(before, row_max(most) * mask.scale);
+      float maximum = -INFINITY;
+      unroll<COLUMNS / 8>([&](int n) { maximum = fmaxf(maximum, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1])); });
+      top = fmaxf(before, row_max(maximum) * mask.scale);
       state.largest[m][half] = top;
     }
     // Without a key so far, any finite base makes the weights 0 instead of NaN.

@@ -47,7 +47,7 @@ template <class T>
 CRATE_DEVICE void put_norms(const Problem& call, const Head& head, int first) {
   const int lane = threadIdx.x % kWarp, row = first + lane / 4;
   const View<const T> w = head.view<const T>(call, call.inputs.w), dout = head.view<const T>(call, call.inputs.dout);
-  float of_w[2] = {}, of_dout[2] = {}, most_w = 1.0f, most_dout = 0.0f, most_dlse = 0.0f;
+  float of_w[2] = {}, of_dout[2] = {}, max_w = 1.0f, max_dout = 0.0f, max_dlse = 0.0f;
 #pragma unroll 1
   for (int c = 2 * (lane % 4); c < call.access.head_dim; c += 8) {
     unroll<2>([&](int half) {
@@ -60,13 +60,13 @@ CRATE_DEVICE void put_norms(const Problem& call, const Head& head, int first) {
     });
   }
   unroll<2>([&](int half) {
-    most_w = fmaxf(most_w, row_sum(of_w[half])), most_dout = fmaxf(most_dout, row_sum(of_dout[half]));
+    max_w = fmaxf(max_w, row_sum(of_w[half])), max_dout = fmaxf(max_dout, row_sum(of_dout[half]));
     if (call.inputs.dlse == nullptr || row + 8 * half >= head.length) return;
-    most_dlse = fmaxf(most_dlse, fabsf(call.inputs.dlse[head.row + row + 8 * half]));
+    max_dlse = fmaxf(max_dlse, fabsf(call.inputs.dlse[head.row + row + 8 * half]));
   });
-  most_w = warp_max(most_w);  // at least 1: zeros would be infinitely shorter than dlse
-  const float longer = sqrtf(warp_max(most_dout)) + 0.5f * warp_max(most_dlse) / sqrtf(most_w);
-  if (lane == 0 && row < head.length) call.scratch.norms[head.row + row] = pack_pair<bf16>(longer * longer, most_w);
+  max_w = warp_max(max_w);  // at least 1: zeros would be infinitely shorter than dlse
+  const float longer = sqrtf(warp_max(max_dout)) + 0.5f * warp_max(max_dlse) / sqrtf(max_w);
+  if (lane == 0 && row < head.length) call.scratch.norms[head.row + row] = pack_pair<bf16>(longer * longer, max_w);
 }
 
 // A lane's share of two rows: what their roundings are found from.
@@ -84,10 +84,10 @@ struct Rounding {
   }
   // The roundings of the two rows, as multiples of what is allowed.
   CRATE_DEVICE void finish(float scale, float (&share)[2]) const {
-    const float most = warp_max(dout);
+    const float maximum = warp_max(dout);
     unroll<2>([&](int half) {
       const float reach = fabsf(scale) * row_max(out[half]) * sqrtf(row_sum(squares[half]));
-      share[half] = reach > 0.0f ? reach / (kMostRounding * most) : 0.0f;
+      share[half] = reach > 0.0f ? reach / (kMaxRounding * maximum) : 0.0f;
     });
   }
 };
@@ -168,14 +168,14 @@ CRATE_DEVICE void summed_shift_rows(const Problem& call, const bool (&wanted)[2]
         call.masking.seed == nullptr ? ~0u : kept_bits<kShiftColumns>(seed, call, head, row, key, false);
     unroll<2>([&](int half) {
       const int query = row + r + 8 * half;
-      float score[4], most = -INFINITY;
+      float score[4], maximum = -INFINITY;
       unroll<4>([&](int i) {
         const int j = key + i / 2 * 8 + 2 * t + i % 2;
         const bool seen = (j < head.length) & sees(call.mask, query, j) & (is_key >> i);
         score[i] = seen ? __fmul_rn(s[i / 2][i % 2 + 2 * half], call.scale) : -INFINITY;
-        most = fmaxf(most, score[i]);
+        maximum = fmaxf(maximum, score[i]);
       });
-      const float before = largest[half], top = fmaxf(before, row_max(most)), base = top == -INFINITY ? 0.0f : top;
+      const float before = largest[half], top = fmaxf(before, row_max(maximum)), base = top == -INFINITY ? 0.0f : top;
       const float shrink = weight(before, 1.0f, base);
       largest[half] = top;
       sum[half] *= shrink;

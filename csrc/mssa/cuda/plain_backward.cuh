@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
   // Without a gradient of the scores, owned rows are keys only.
   const int before = others.before + start;  // place of the first owned row
   const Span partners = partners_of(c.mask, {before, before + kOwned}, others.start + others.length, c.scores);
-  const int least = APART ? max(partners.first - others.start, 0) : partners.first;
-  const int begin = least / kTile * kTile, stop = partners.stop - others.start;
+  const int minimum = APART ? max(partners.first - others.start, 0) : partners.first;
+  const int begin = minimum / kTile * kTile, stop = partners.stop - others.start;
   for (int first = begin; first < stop; first += kTile) {
     // Roles of the warp's rows for this tile. Warps without rows or without a role only help to stage.
     const int mine = start + t.warp_row, tile = others.start + first;

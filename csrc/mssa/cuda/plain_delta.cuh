@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_delta_kernel(Problem c) {
   const Head h(c, blockIdx.x / c.blocks);
   const int start = blockIdx.x % c.blocks * kOwned, row = start + static_cast<int>(threadIdx.x);
   if (start >= h.length) return;
-  float delta = 0.0f, squares = 0.0f, most_dout = 0.0f, most_out = 0.0f;
+  float delta = 0.0f, squares = 0.0f, max_dout = 0.0f, max_out = 0.0f;
   const HeadRows dout_at = rows_of(c, c.inputs.dout, h), out_at = rows_of(c, c.outputs.out, h);
   for (int chunk = 0; chunk * kChunk < c.access.head_dim; ++chunk) {
     __syncthreads();
@@ -36,15 +36,15 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_delta_kernel(Problem c) {
       unroll<4>([&](int k) {
         delta += a[k] * b[k];  // one multiply-add, as the main kernel's: a product of its own use would not be fused
         squares += (a[k] * a[k]) * (b[k] * b[k]);
-        most_dout = fmaxf(most_dout, fabsf(a[k]));
-        most_out = fmaxf(most_out, fabsf(b[k]));
+        max_dout = fmaxf(max_dout, fabsf(a[k]));
+        max_out = fmaxf(max_out, fabsf(b[k]));
       });
     }
   }
-  const float most = mssa::kMostRounding * warp_max(most_dout), rounding = fabsf(c.scale) * most_out * sqrtf(squares);
+  const float maximum = mssa::kMaxRounding * warp_max(max_dout), rounding = fabsf(c.scale) * max_out * sqrtf(squares);
   if (threadIdx.x >= kOwned || row >= h.length) return;
   c.scratch.delta[h.row + row] = delta;
-  if (c.scratch.lse_residual != nullptr) c.scratch.lse_residual[h.row + row] = rounding > most ? 1.0f : 0.0f;
+  if (c.scratch.lse_residual != nullptr) c.scratch.lse_residual[h.row + row] = rounding > maximum ? 1.0f : 0.0f;
 }
 
 // s += w_j.w_i; as_key += w_j.dout_i if KEY; as_query += dout_j.w_i if QUERY. j: owned rows; i: rows of the tile.
@@ -73,10 +73,10 @@ CRATE_DEVICE void add_products(float (&s)[kPart][kPart], float (&as_key)[kPart][
 }
 
 // Beyond this, lse is not exact enough, or one of n keys has nearly all of its row's weight.
-constexpr float kMostLse = 16.0f, kMostAboveKeys = 6.0f;
+constexpr float kMaxLse = 16.0f, kMaxAboveKeys = 6.0f;
 
 CRATE_DEVICE bool is_far(float lse, int keys) {
-  return fabsf(lse) > kMostLse || lse - logf(static_cast<float>(keys)) > kMostAboveKeys;
+  return fabsf(lse) > kMaxLse || lse - logf(static_cast<float>(keys)) > kMaxAboveKeys;
 }
 
 // Writes delta from the products themselves, and lse_residual: of every row with dropout, else of blocks that have a

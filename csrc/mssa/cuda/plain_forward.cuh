@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
             shrink[i] = weigh(s[i], row[i]);
           } else {
             // Compare with threshold * sum: a division could round an equal probability above the threshold.
-            const float least = c.threshold * row[i].sum;
-            unroll<kPart>([&](int j) { s[i][j] = expf(s[i][j] - row[i].largest) > least ? 1.0f : 0.0f; });
+            const float minimum = c.threshold * row[i].sum;
+            unroll<kPart>([&](int j) { s[i][j] = expf(s[i][j] - row[i].largest) > minimum ? 1.0f : 0.0f; });
           }
         });
       }

@@ -7,6 +7,6 @@ namespace crate_kernels::mssa {
 constexpr float kDeviation = 0.2f;  // of a rounding, in eps
 
 // What dw bears, in units of kDeviation eps and of the largest |g| of a warp's rows.
-constexpr float kMostRounding = 2.0f;
+constexpr float kMaxRounding = 2.0f;
 
 }  // namespace crate_kernels::mssa

@@ -10,7 +10,7 @@ namespace crate_kernels::mssa {
 template <class T>
 struct ScaledRow {
   float delta = 0.0f;  // g^ . out, of the rounded g^
-  float squares = 0.0f, own = 0.0f, most_out = 0.0f, most_g = 0.0f;
+  float squares = 0.0f, own = 0.0f, max_out = 0.0f, max_g = 0.0f;
 
   // Returns g^ of 8 channels.
   CRATE_DEVICE uint4 add(uint4 g, const uint4& out, const uint4& w, float inverse) {
@@ -25,8 +25,8 @@ struct ScaledRow {
       const float2 after = unpack_pair<T>(*pairs[i]);
       delta += after.x * o.x + after.y * o.y;
       squares += before.x * o.x * (before.x * o.x) + before.y * o.y * (before.y * o.y);
-      most_out = fmaxf(most_out, fmaxf(fabsf(o.x), fabsf(o.y)));
-      most_g = fmaxf(most_g, fmaxf(fabsf(before.x), fabsf(before.y)));
+      max_out = fmaxf(max_out, fmaxf(fabsf(o.x), fabsf(o.y)));
+      max_g = fmaxf(max_g, fmaxf(fabsf(before.x), fabsf(before.y)));
     }
     return g;
   }
@@ -37,18 +37,18 @@ struct ScaledRow {
       delta += __shfl_xor_sync(kAllLanes, delta, step);
       squares += __shfl_xor_sync(kAllLanes, squares, step);
       own += __shfl_xor_sync(kAllLanes, own, step);
-      most_out = fmaxf(most_out, __shfl_xor_sync(kAllLanes, most_out, step));
+      max_out = fmaxf(max_out, __shfl_xor_sync(kAllLanes, max_out, step));
     }
-    most_g = warp_max(most_g);
+    max_g = warp_max(max_g);
   }
   // Returns whether the rounding of out would show in dw: mma_shift.cuh has the measure of it. A row whose own weight
   // is nearly all has its token as out, with nothing rounded.
   CRATE_DEVICE bool shows(float scale, float lse, bool is_key) const {
     constexpr float kEps = BackwardRange<T>::kHalf ? 0x1p-10f : 0x1p-7f;
-    const float reach = fabsf(scale) * most_out * sqrtf(squares), most = kMostRounding * most_g;
-    if (!(reach > most)) return false;
+    const float reach = fabsf(scale) * max_out * sqrtf(squares), maximum = kMaxRounding * max_g;
+    if (!(reach > maximum)) return false;
     const float rest = fmaxf(lse - scale * own, 0.0f) + 0x1p-23f * fabsf(lse);
-    return !is_key || 2.0f * rest * reach > kDeviation * kEps * most;
+    return !is_key || 2.0f * rest * reach > kDeviation * kEps * maximum;
   }
 };
 

@@ -17,7 +17,7 @@ from crate_kernels.ops.mssa.cuda.problem import is_wide
 from crate_kernels.ops.mssa.cuda.tensor_cores import TYPES
 
 _FORWARD, _BACKWARD = "mssa/cuda/head_forward.cuh", "mssa/cuda/head_backward.cuh"
-MOST_ROWS = 256
+MAX_ROWS = 256
 _MULTIPROCESSOR = 233472  # bytes of shared memory
 _ROW = 128  # bytes of 64 channels
 
@@ -68,7 +68,7 @@ def _forward_kernel(dtype: torch.dtype, dim: int, rows: int, causal: bool) -> Ke
 
 
 def _serves(w: Tensor, call: MSSACall) -> bool:
-    return hopper.serves(w, call) and hopper.seqlen_of(w, call) <= MOST_ROWS
+    return hopper.serves(w, call) and hopper.seqlen_of(w, call) <= MAX_ROWS
 
 
 def serves_forward(w: Tensor, out: Tensor, call: MSSACall) -> bool:

@@ -37,7 +37,7 @@ class LongCall(hopper.HeadCall):
     cpp = "mssa::LongCall"
     _fields_ = (
         ("scaled", hopper.HeadTokens),
-        *fields(POINTER, "numbers of_head most sums"),
+        *fields(POINTER, "numbers of_head tile_stats sums"),
         *fields(ctypes.c_int32, "blocks sum_tiles"),
     )
 
@@ -84,7 +84,7 @@ def backward_shared_bytes(dim: int) -> int:
 
 def serves_forward(w: Tensor, out: Tensor, call: MSSACall) -> bool:
     """Return whether the kernels of the forward serve a call."""
-    return hopper.serves(w, call) and hopper.seqlen_of(w, call) > heads.MOST_ROWS and all(map(is_wide, (w, out)))
+    return hopper.serves(w, call) and hopper.seqlen_of(w, call) > heads.MAX_ROWS and all(map(is_wide, (w, out)))
 
 
 def serves_backward(w: Tensor, dout: Tensor | None, out: Tensor, call: MSSACall) -> bool:
@@ -112,7 +112,7 @@ def forward(w: Tensor, call: MSSACall, out: Tensor, lse: Tensor) -> Tensor:
     tiles, groups = cdiv(seqlen, _TILE), _GROUPS[dim]
     parameters.out = hopper.tokens(out, call)
     parameters.numbers = lse.new_empty(*lse.shape, 2)
-    parameters.most = lse.new_empty(len(left), tiles)
+    parameters.tile_stats = lse.new_empty(len(left), tiles)
     parameters.blocks = cdiv(seqlen, 64 * groups)
     launch.run(_measure_kernel(w.dtype, dim), Shape(len(left) * tiles, _TILE), [parameters], w.device)
     shape = Shape(len(left) * parameters.blocks, 128 * (groups + 1), forward_shared_bytes(dim))
@@ -135,7 +135,7 @@ def gradient(
     parameters.dlse = dlse
     parameters.numbers = lse.new_empty(*lse.shape, 2)
     parameters.of_head = lse.new_empty(len(left), 2)
-    parameters.most = lse.new_empty(len(left), cdiv(parameters.seqlen, _TILE), _RANGE_NUMBERS)
+    parameters.tile_stats = lse.new_empty(len(left), cdiv(parameters.seqlen, _TILE), _RANGE_NUMBERS)
     return parameters, left
 
 

@@ -17,7 +17,7 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _CAPABILITY, _SHARED = 80, 99 * 1024
 _MAX_WARPS = 4
 _SHIFT_WARPS, _SHIFT_COLUMNS = 4, 16
-_PAIRS_DIM, _PAIRS_TILES = 64, 16  # kMostTiles of mma_pairs.cuh
+_PAIRS_DIM, _PAIRS_TILES = 64, 16  # kMaxTiles of mma_pairs.cuh
 
 
 class _Tiles(NamedTuple):
@@ -120,8 +120,8 @@ def _launch_rows(
     A block has the most warps such that every multiprocessor has a block and every warp has rows.
     """
     heads, seqlen, warps = fields["sequences"] * fields["nheads"], fields["seqlen"], _MAX_WARPS
-    least = launch.gpu(w.device).multiprocessors
-    while warps > 1 and (heads * cdiv(seqlen, rows * warps) < least or rows * warps // 2 >= seqlen):
+    blocks = launch.gpu(w.device).multiprocessors
+    while warps > 1 and (heads * cdiv(seqlen, rows * warps) < blocks or rows * warps // 2 >= seqlen):
         warps //= 2
     block = rows * warps
     _launch(kernel, fields, w, max(cdiv(seqlen, block), 1), warps * 32, block * of_row + of_tiles, left)
