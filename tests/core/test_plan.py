@@ -139,7 +139,7 @@ def test_kinds_of_calls_that_leave_no_plan_do_not_keep_others_from_theirs():
         ([0, 0, 0, 1, 7], "a register must be from 0 to 0, got 7"),
         ([1, 6, 1, 4, 1, 1, 0, 1, 0, 0, 3, *b"abc", 1, 0, 9, 1, 1], "a register must be from 0 to 1, got 9"),
         ([1, 6, 1, 4, 1, 1, 0, 1, 0, 0, 3, *b"abc", 1, 1, 9, 1, 1], "a register must be from 0 to 1, got 9"),
-        ([0, 0, 0, 1, 0, 9], "goes on"),
+        ([0, 0, 0, 1, 0, 9], "numbers after its end"),
         ([1, 6, 1, 4, 2, 1, 1, 0, 0, 0], "1 sizes and 2 strides"),
         ([0, 0, 1, 0, 99, 0], "the kind of an operation"),
         ([0, 0, 1, 0, 2, 0, 0], "ends early"),
