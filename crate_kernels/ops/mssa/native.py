@@ -16,7 +16,7 @@ from crate_kernels._cuda.launch import is_gpu
 from crate_kernels._native.extension import library
 from crate_kernels.ops.mssa import op_checks
 from crate_kernels.ops.mssa.call import DecodeCall, MSSACall, empty_lse, no_lse
-from crate_kernels.ops.mssa.cuda import heads, long_pairs, long_rows, plain, problem, steps, tensor_cores
+from crate_kernels.ops.mssa.cuda import heads, hopper, long_pairs, long_rows, plain, problem, steps, tensor_cores
 from crate_kernels.ops.mssa.splits import cdiv, choose_splits
 
 _MAX_HEAD_DIM = 256  # the kernels hold tiles of a head on chip
@@ -31,7 +31,8 @@ def forward(w: Tensor, call: MSSACall) -> tuple[Tensor, Tensor]:
     if is_gpu(w.device):
         op_checks.forward(w, call)
         if out.numel():
-            taking = next((one for one in (heads, long_rows) if one.take_forward(w, out, call)), None)
+            serving = (one for one in (heads, long_rows) if one.serves_forward(w, out, call))
+            taking = next((one for one in serving if hopper.chosen(one.FORWARD, w, call)), None)
             left = None if taking is None else taking.forward(w, call, out, lse)
             _attend(problem.of_forward(w, call, out, lse), w, call, left)
         return out, lse
@@ -70,8 +71,9 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
         scratch = lse.new_empty((2 if call.threshold is None else 3, *lse.shape))
         fields = problem.of_backward(dout, dlse, w, out, lse, call, dw, scratch)
         if tensor_cores.take(w) and not tensor_cores.round_gradients(w, call, bool(fields["scores"])):
-            left, every = None, (heads, long_pairs, long_rows)
-            taking = next((one for one in every if one.take_backward(w, dout, out, call)), None)
+            left = None
+            serving = (one for one in (heads, long_pairs, long_rows) if one.serves_backward(w, dout, out, call))
+            taking = next((one for one in serving if hopper.chosen(one.BACKWARD, w, call)), None)
             if dout is not None and taking is not None:
                 left = taking.backward(dout, dlse, w, out, lse, call, dw)
             tensor_cores.backward(fields, w, call, left)

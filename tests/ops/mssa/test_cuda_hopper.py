@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from crate_kernels.ops.mssa.call import MSSACall
-from crate_kernels.ops.mssa.cuda import heads, long_pairs, long_rows
+from crate_kernels.ops.mssa.cuda import heads, hopper, long_pairs, long_rows
 from tests.cuda.test_broken import TABLES
 from tests.ops.mssa.heads import CAUSAL, Heads, LongPairs, LongRows
 from tests.ops.mssa.hopper import DTYPES, HOPPER, run_and_check, run_and_check_forward
@@ -175,7 +175,7 @@ def test_gradients_of_other_calls_are_left_to_other_kernels(change, device):
     call = MSSACall(seed=torch.tensor(3)) if change == "dropout" else MSSACall()
     given = (w, None if change == "no-dout" else dout, w, call)
     assert long_rows.serves_backward(*given) == long_pairs.serves_backward(*given) == (change == "by-default")
-    assert not long_pairs.take_backward(*given)
+    assert not hopper.chosen(long_pairs.BACKWARD, w, call)
     assert long_rows.serves_forward(w, w, call) == (change not in ("short", "dropout"))
 
 

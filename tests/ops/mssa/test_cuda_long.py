@@ -133,7 +133,7 @@ def test_nothing_takes_pairs_where_sums_must_have_one_order(deterministic, devic
         for wanted in (True, False):
             deterministic(wanted)
             assert long_rows.serves_backward(w, w, w, MSSACall())
-            assert long_pairs.take_backward(w, w, w, MSSACall()) != wanted
+            assert long_pairs.serves_backward(w, w, w, MSSACall()) != wanted
 
 
 def test_a_call_is_not_repeated_where_sums_must_have_another_order(deterministic):

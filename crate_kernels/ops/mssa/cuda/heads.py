@@ -86,16 +86,6 @@ def serves_backward(w: Tensor, dout: Tensor | None, out: Tensor, call: MSSACall)
     )
 
 
-def take_forward(w: Tensor, out: Tensor, call: MSSACall) -> bool:
-    """Return whether whole heads take a forward: they serve it, and were chosen."""
-    return serves_forward(w, out, call) and hopper.chosen(FORWARD, w, call)
-
-
-def take_backward(w: Tensor, dout: Tensor | None, out: Tensor, call: MSSACall) -> bool:
-    """Return whether whole heads take a backward."""
-    return serves_backward(w, dout, out, call) and hopper.chosen(BACKWARD, w, call)
-
-
 def forward(w: Tensor, call: MSSACall, out: Tensor, lse: Tensor) -> Tensor:
     """Write ``out`` and ``lse``, and return how many of each head's last tokens are left: (heads,) int32.
 

@@ -46,11 +46,6 @@ def serves_backward(w: Tensor, dout: Tensor | None, out: Tensor, call: MSSACall)
     return long_rows.serves_backward(w, dout, out, call) and not torch.are_deterministic_algorithms_enabled()
 
 
-def take_backward(w: Tensor, dout: Tensor | None, out: Tensor, call: MSSACall) -> bool:
-    """Return whether pairs take a backward: they serve it, and were chosen."""
-    return serves_backward(w, dout, out, call) and hopper.chosen(BACKWARD, w, call)
-
-
 def backward(
     dout: Tensor, dlse: Tensor | None, w: Tensor, out: Tensor, lse: Tensor, call: MSSACall, dw: Tensor
 ) -> Tensor:
