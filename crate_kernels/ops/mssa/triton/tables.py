@@ -1,8 +1,9 @@
 """Launch tables of mssa's Triton kernels: tile sizes, warps and stages by architecture.
 
 Tiles, warps and stages of sm_90 up to 64 and from 113 to 128 channels, in 16 bits, were timed on an H200: the fastest
-of some 10 each (benchmarks/results/nvidia-h200/). DERIVED 2 and 3 and maxnreg are newer: no GPU has timed them. The other
-rows are the largest tiles that compile without spilling (``make aot``) and keep a second block of warps busy. ``python -m crate_kernels tune`` times the candidates on the user's GPU.
+of some 10 each (benchmarks/results/nvidia-h200/). DERIVED 2 and 3 and maxnreg are newer: no GPU has timed them. The
+other rows are the largest tiles that compile without spilling (``make aot``) and keep a second block of warps busy.
+``python -m crate_kernels tune`` times the candidates on the user's GPU.
 """
 
 from __future__ import annotations
