@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import zlib
 
 import pytest
 import torch
@@ -32,6 +33,21 @@ if settings is not None:
     # A drawn call takes seconds in Triton's interpreter, microseconds in a kernel.
     settings.register_profile("suite", max_examples=4 if backends._INTERPRETED else 40, derandomize=True, **_COMMON)
     settings.load_profile("suite")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--portion", metavar="P/Q", help="the P-th of Q portions of the tests, from 0 on")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Keep the tests of a portion, which is drawn by their names."""
+    if config.getoption("--portion"):
+        which, parts = map(int, config.getoption("--portion").split("/"))
+        if not 0 <= which < parts:
+            raise pytest.UsageError(f"--portion must be P/Q with P from 0 to Q - 1, got {which}/{parts}")
+        kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == which]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
 
 
 def pytest_collection_finish():
