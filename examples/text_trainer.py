@@ -99,8 +99,8 @@ def train_and_generate(chosen: argparse.Namespace) -> str:
 
     generate = pipeline("text-generation", model=chosen.output)
     # Learned positions end with the window.
-    room = chosen.window - len(tokenizer(chosen.prompt)["input_ids"])
-    options = {"max_new_tokens": min(chosen.tokens, room), "do_sample": True, "top_k": 20}
+    available = chosen.window - len(tokenizer(chosen.prompt)["input_ids"])
+    options = {"max_new_tokens": min(chosen.tokens, available), "do_sample": True, "top_k": 20}
     # Padding is no character: drawn, it would be missing in the text.
     return generate(chosen.prompt, suppress_tokens=[tokenizer.pad_token_id], **options)[0]["generated_text"]
 

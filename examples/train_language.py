@@ -82,9 +82,9 @@ class Text:
 
     def drawn(self, count: int, seed: int, own: slice, held_out: bool = False) -> tuple[Tensor, Tensor]:
         """Return tokens and the next ones, (own, context) each, of ``own`` among ``count`` places drawn by ``seed``."""
-        first, room = (self.learnt, self.held_out) if held_out else (0, self.learnt)
+        first, available = (self.learnt, self.held_out) if held_out else (0, self.learnt)
         generator = torch.Generator().manual_seed(seed)
-        starts = first + torch.randint(room - self.context, (count,), generator=generator)[own]
+        starts = first + torch.randint(available - self.context, (count,), generator=generator)[own]
         texts = self.tokens[starts[:, None] + torch.arange(self.context + 1)].long() & 0xFFFF
         if texts.numel() and texts.max() >= self.vocab:
             raise SystemExit(f"--vocab {self.vocab} must be above all tokens, got {texts.max()}")

@@ -56,7 +56,7 @@ def describe(place: Path, error: BaseException) -> str:
         name = next(place.glob(f"shard-{rank + 1:05}-*"), None)  # as PyTorch names what a process writes
     reason = (getattr(error, "strerror", None) or str(error)) + (f": {name}" if name else "")
     free = shutil.disk_usage(next(path for path in (place, *place.absolute().parents) if path.exists())).free / 2**20
-    advice = "the same command resumes, and a smaller --keep makes room first"
+    advice = "the same command resumes, and a smaller --keep deletes older checkpoints first"
     return f"{place} cannot be written: {reason}; {free:.0f} MiB are free; {advice}"
 
 
