@@ -29,7 +29,7 @@ def pytest_addoption(parser):
         help=f"quick, the default on a CPU: at most {QUICK_MINUTES:g} minutes; brief: a quarter of an hour or more; "
         "full: all, the default on a GPU",
     )
-    group.addoption("--bench-device", help="cuda where there is one, else cpu, by default")
+    group.addoption("--bench-device", help="default: cuda if there is a GPU, else cpu")
     group.addoption(
         "--results",
         type=Path,

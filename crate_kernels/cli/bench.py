@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", choices=list(testing.SPECS), action="append")
     parser.add_argument("--backend", choices=providers.OURS, action="append", help="all of them by default")
     parser.add_argument("--dtype", choices=list(rows.DTYPES), action="append", help="fp32 and bf16 by default")
-    parser.add_argument("--device", help="cuda where there is one, else cpu, by default")
+    parser.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
     parser.add_argument("--output", type=Path, help="JSON file to write, which plot and compare read")
     subcommands = parser.add_subparsers(dest="bench_subcommand", metavar="compare")
     compare = subcommands.add_parser("compare", help="what moved between two files of results beyond their noise")

@@ -64,19 +64,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--candidates",
         type=Path,
-        help="a file of the configurations to time, by workload; the others time all of theirs. By default the shipped "
+        help="file of configurations to time, by workload; other workloads time all of theirs. Default: the shipped "
         "ranking for this architecture, if there is one",
     )
     parser.add_argument(
         "--only", action="append", default=[], help="only workloads with this in their name; repeatable"
     )
     parser.add_argument("--every", action="store_true", help="time every configuration, ranked or not")
-    parser.add_argument("--most", type=int, help="time at most so many configurations of a workload, evenly chosen")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after so many")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that compile, before one times")
-    parser.add_argument("--log", type=Path, help="file of all timings; run again with it, tune resumes")
-    parser.add_argument("--table", type=Path, help="file to which the rows found are copied as they come")
-    parser.add_argument("--forget", action="store_true", help="remove what was found earlier, and time nothing")
+    parser.add_argument("--most", type=int, help="time at most so many configurations of a workload, evenly spaced")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no measurement after so many")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile; one times afterwards")
+    parser.add_argument("--log", type=Path, help="file of all timings, from which tune resumes")
+    parser.add_argument("--table", type=Path, help="file that also gets each row when it is found")
+    parser.add_argument("--forget", action="store_true", help="remove earlier results, and time nothing")
 
 
 def workloads(

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", action="append", choices=sorted({c.op for c in testing.CASES}), help="only this one")
     parser.add_argument("--backend", action="append", help="only this one; by default all that are available")
     parser.add_argument("--dtype", action="append", choices=list(DTYPES), help="only this one")
-    parser.add_argument("--device", help="cuda where there is one, else cpu, by default")
+    parser.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
     parser.add_argument("--json", action="store_true", help="print a JSON list of rows instead of a table")
 
 

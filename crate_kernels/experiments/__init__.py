@@ -6,7 +6,7 @@ _CRATE, _ALL = ("mssa", "ista"), ("mssa", "tssa", "ista")
 
 # fmt: off
 EXPERIMENTS = (
-    Experiment("demo", "train a CRATE on real digits, compare it with the naive form, draw what is inside",
+    Experiment("demo", "train a CRATE on real digits, compare it with plain PyTorch, draw what is inside",
                ops=_CRATE, baseline="reference"),
     Experiment("denoise", "SNR of a noisy mixture through attention-only layers, against AoT's theorem and figure",
                "20 seconds", ("mssa",)),

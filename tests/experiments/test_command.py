@@ -90,7 +90,12 @@ def test_help_says_what_an_option_does(fake, capsys):
     with pytest.raises(SystemExit):
         fake(lambda *_: 0, "--help")
     said = " ".join(capsys.readouterr().out.split())
-    for words in ("folder to write (fake-output)", "(default: an hour on one core", "of every draw (0)", "start anew"):
+    for words in (
+        "output folder (fake-output)",
+        "(default: an hour on one core",
+        "seed of all random numbers (0)",
+        "start anew",
+    ):
         assert words in said
 
 

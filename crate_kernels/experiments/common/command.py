@@ -60,20 +60,20 @@ class Experiment:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
         folder, presets = Path(f"{self.name}-output"), list(self.presets())
-        parser.add_argument("--output", type=Path, default=folder, help="folder to write (%(default)s)")
+        parser.add_argument("--output", type=Path, default=folder, help="output folder (%(default)s)")
         if "paper" in presets:
             sizes = f"size of the experiment (%(default)s: {self.lasts} on one core of a Zen 4 processor)"
             parser.add_argument("--preset", choices=presets, default="default", help=sizes)
         else:
-            quick = "one epoch, to see every part; the model stays poor"
+            quick = "one epoch: shows every part; the model stays inaccurate"
             parser.add_argument(
                 "--quick", dest="preset", action="store_const", const="quick", default="default", help=quick
             )
-        parser.add_argument("--fresh", action="store_true", help="start anew, whatever was trained in that folder")
-        parser.add_argument("--seed", type=int, default=0, help="of every draw (%(default)s)")
+        parser.add_argument("--fresh", action="store_true", help="start anew: ignore what was trained in that folder")
+        parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers (%(default)s)")
         if self.ops:
-            parser.add_argument("--backend", help="of the operators; by default the best available")
-        parser.add_argument("--device", help="cuda where there is one, else cpu, by default")
+            parser.add_argument("--backend", help="backend of the operators; default: the best available")
+        parser.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
 
     def run(self, args: argparse.Namespace) -> int:
         """Run the experiment.

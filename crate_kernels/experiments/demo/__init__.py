@@ -1,1 +1,1 @@
-"""``demo``: train a CRATE on real digits, compare it with the naive form, and draw its internals."""
+"""``demo``: train a CRATE on real digits, compare it with plain PyTorch, and draw its internals."""
