@@ -43,11 +43,16 @@ TssaExtent check_tssa_call(const OpChecks& checks, const Args& t) {
   return e;
 }
 
-// The tokens that a bias has to cover.
+// Requires a bias to cover so many tokens.
 inline void check_tssa_bias(const OpChecks& checks, const std::optional<Tensor>& denom_bias, const TssaExtent& e,
                             int64_t tokens) {
   if (!denom_bias.has_value() || denom_bias->size(1) >= tokens) return;
   checks.numbers("denom_bias", denom_bias, {e.nheads, tokens});
+}
+
+template <class Args>
+int64_t longest_sequence(const Args& t, const TssaExtent& e) {
+  return e.packed ? t.call.max_seqlen : e.seqlen;
 }
 
 inline void check_tssa_forward(const TssaForwardArgs& t) {
@@ -67,7 +72,7 @@ inline void check_tssa_forward(const TssaForwardArgs& t) {
     checks.contiguous("cache.mass", t.mass, ScalarType::Double, {e.sequences, e.nheads});
     checks.contiguous("cache.lengths", t.lengths, ScalarType::Int, {e.sequences});
   }
-  check_tssa_bias(checks, t.denom_bias, e, state || e.packed ? std::min<int64_t>(e.seqlen, 1) : e.seqlen);
+  check_tssa_bias(checks, t.denom_bias, e, state ? std::min<int64_t>(e.seqlen, 1) : longest_sequence(t, e));
 }
 
 inline void check_tssa_backward(const TssaBackwardArgs& t) {
@@ -77,7 +82,7 @@ inline void check_tssa_backward(const TssaBackwardArgs& t) {
   checks.numbers("dmembership", t.dmembership, e.rows());
   checks.strided("dw", t.dw, t.w.scalar_type(), e.tokens());
   checks.numbers("dtemp", t.dtemp, {e.nheads});
-  check_tssa_bias(checks, t.denom_bias, e, e.packed ? std::min<int64_t>(e.seqlen, 1) : e.seqlen);
+  check_tssa_bias(checks, t.denom_bias, e, longest_sequence(t, e));
   if (t.denom_bias.has_value()) {
     checks.present("ddenom_bias", t.ddenom_bias);
     checks.numbers("ddenom_bias", t.ddenom_bias, {e.nheads, t.denom_bias->size(1)});

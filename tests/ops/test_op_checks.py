@@ -63,7 +63,8 @@ def tssa(packed=False):
     tokens, rows = packed_sizes(packed)
     channels = (BATCH, NHEADS, HEAD_DIM)
     names = {"w": tokens, "dout": tokens, "out": tokens, "dw": tokens, "membership": rows, "dmembership": rows}
-    names |= {"temp": (NHEADS,), "denom_bias": (NHEADS, SEQLEN), "ddenom_bias": (NHEADS, SEQLEN), "dlogit": rows}
+    bias = (NHEADS, 3 if packed else SEQLEN)
+    names |= {"temp": (NHEADS,), "denom_bias": bias, "ddenom_bias": bias, "dlogit": rows}
     names |= {"energy": channels, "moment": channels, "dtemp": (NHEADS,)}
     return {**{name: floats(*shape).abs() for name, shape in names.items()}, **options(packed), **unused_sums()}
 
@@ -183,7 +184,9 @@ LIBRARY = {
     "tssa_fwd-cache": (tssa_cache, {"denom_bias": "short-1 long-1"}),
     "tssa_bwd": (full, {}),
     "tssa_bwd-packed": (lambda: full(True), {}),
+    "tssa_fwd-causal-packed": (lambda: causal(True), {"denom_bias": "long-1", **SEQUENCES}),
     "tssa_bwd-causal": (causal, {}),
+    "tssa_bwd-causal-packed": (lambda: causal(True), SEQUENCES),
     "ista_update": (passes, dict.fromkeys(("product", "base", "gate", "out", "gated"), "dtype rank")),
     "ista_subtract_symmetric": (passes, {"out": "dtype rank"}),
     "ista_add_transposed": (passes, {"out": "dtype rank"}),
