@@ -217,6 +217,11 @@ def is_plain(*tensors: Tensor) -> bool:
     return not seen and all(type(t) in _TENSORS for t in tensors)
 
 
+def is_plain_tensor(t: Tensor) -> bool:
+    """Return whether a tensor is no subclass, of which one that compilers trace has no address."""
+    return type(t) in _TENSORS
+
+
 def is_wrapper(t: Tensor) -> bool:
     """Return whether a tensor is a subclass around others, such as a DTensor or a quantised weight; traceable."""
     return hasattr(type(t), "__tensor_flatten__")  # of a tensor itself, Dynamo says False

@@ -24,9 +24,10 @@ class _Shortcut:
     Attributes:
         owner: the ``Shortcuts`` that it belongs to.
         entry: its plans.
+        tracked: its plans where a gradient is wanted.
         run: runs a plan like ``entry.run``, and returns only the results that the caller uses.
         results: how many they are.
-        call, tensor_options, backend: as ``autograd.save`` saves them.
+        call, tensor_options, backend: as ``autograd.save`` saves them where a gradient is wanted.
         packed: place of the offsets among the call's tensors; 0 without any.
         backwards: the plans of its backward, by which inputs need a gradient, which output gradients there are, and
             settings.
@@ -44,6 +45,7 @@ class _Shortcut:
         "results",
         "run",
         "tensor_options",
+        "tracked",
     )
 
     def fits(self, tensors: tuple) -> bool:
@@ -80,7 +82,7 @@ def _apply_to_tensors(shortcut: _Shortcut) -> Callable[..., Any]:
 
     Twelve arguments of an autograd.Function take as long as the rest of a call. So does a result that nobody asked for.
     """
-    owner, entry, results = shortcut.owner, shortcut.entry, shortcut.results
+    owner, entry, results = shortcut.owner, shortcut.tracked, shortcut.results
     function, inputs = owner.function, owner.inputs
     run, number, count, save = entry.run, entry.number, entry.tensors, function.save_tensors
     whole = results == owner.results
@@ -181,11 +183,19 @@ class Shortcuts:
             return None
 
     def remember(
-        self, key: tuple, tensors: tuple[Tensor | None, ...], call: Any, backend: str, results: int = 1, *more: Any
+        self,
+        key: tuple,
+        tensors: tuple[Tensor | None, ...],
+        call: Any,
+        backend: str,
+        results: int = 1,
+        *more: Any,
+        tracked: Any = None,
     ) -> None:
         """Let later calls of these options be repeated; the caller takes the first ``results`` of the op's results.
 
-        ``tensors`` and ``more`` are the op's arguments before its options.
+        ``tensors`` and ``more`` are the op's arguments before its options. ``tracked`` are the options where a gradient
+        is wanted, if they differ: such a call may save more.
         """
         if settings := plan.settings(tensors[0]):  # pyright: ignore[reportArgumentType]
             key = (key, settings)
@@ -194,15 +204,17 @@ class Shortcuts:
         names = tuple(name for name in operator.tensor_fields(type(call)) if getattr(call, name) is not None)
         if not operator.is_short((*tensors, *(getattr(call, name) for name in names))):
             return
+        tracked = call if tracked is None else tracked
         entry, _ = self._planned.entry((*tensors, *more, *call, backend))
-        if entry is None:
+        tracked_entry, _ = self._planned.entry((*tensors, *more, *tracked, backend))
+        if entry is None or tracked_entry is None:
             return
         if len(self._known) >= _MAX_SHORTCUTS:
             self._known.clear()
         shortcut = self._known[key] = _Shortcut()
-        shortcut.owner, shortcut.entry, shortcut.results = self, entry, results
+        shortcut.owner, shortcut.entry, shortcut.tracked, shortcut.results = self, entry, tracked_entry, results
         shortcut.tensor_options, shortcut.backend = names, backend
-        shortcut.call, shortcut.backwards = call._replace(**dict.fromkeys(names)) if names else call, {}
+        shortcut.call, shortcut.backwards = tracked._replace(**dict.fromkeys(names)) if names else tracked, {}
         fields = operator.tensor_fields(type(call))
         shortcut.packed = self.inputs + fields.index("cu_seqlens") if "cu_seqlens" in names else 0
         shortcut.run, shortcut.apply = plan.runner(entry.tensors, results), None

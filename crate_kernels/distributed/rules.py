@@ -61,7 +61,7 @@ def _mssa(outputs: str) -> Callable[[dict[str, Any]], Iterable[Way]]:
     return ways
 
 
-_PER_SEQUENCE = ("dout", "dmembership", "w", "membership", "energy", "moment", "key_padding_mask")
+_PER_SEQUENCE = ("dout", "dmembership", "w", "membership", "energy", "moment", "sums", "key_padding_mask")
 
 
 def _tssa(outputs: int, sums: tuple[str, ...] = ()) -> Callable[[dict[str, Any]], Iterable[Way]]:
@@ -116,7 +116,7 @@ def register() -> None:
     _register("mssa_lse_bwd", _mssa("w"))
     _register("tssa_fwd", _tssa(4))
     _register("tssa_bwd", _tssa(1, ("temp",)))
-    _register("tssa_causal_fwd", _tssa(2))
+    _register("tssa_causal_fwd", _tssa(3))
     _register("tssa_causal_bwd", _tssa(1, ("temp", "denom_bias")))
     _register("ista_fwd", _ista_fwd)
     _register("ista_bwd", _ista_bwd)

@@ -14,6 +14,7 @@ struct TssaCall {
   int64_t max_seqlen = 0;
   std::optional<Tensor> seed = {};
   double dropout_p = 0.0;
+  int64_t sums_every = 0;  // of CUDA kernels
 
   bool packed() const { return cu_seqlens.has_value(); }
   int64_t nsequences(const Tensor& w) const { return packed() ? cu_seqlens->size(0) - 1 : w.size(0); }
@@ -25,7 +26,7 @@ struct TssaCall {
 template <>
 inline TssaCall Arguments::take<TssaCall>() {
   using Optional = std::optional<Tensor>;
-  return {take<Optional>(), take<Optional>(), take<int64_t>(), take<Optional>(), take<double>()};
+  return {take<Optional>(), take<Optional>(), take<int64_t>(), take<Optional>(), take<double>(), take<int64_t>()};
 }
 
 // A forward. `energy` and `moment`: results of the full form; with `mass` and `lengths`, the state of a cache, whose
@@ -68,7 +69,8 @@ inline TssaBackwardArgs Arguments::take<TssaBackwardArgs>() {
           take<Tensor>(),   take<Tensor>(), take<Optional>()};
 }
 
-#define CRATE_TSSA_CALL "Tensor? key_padding_mask, Tensor? cu_seqlens, int max_seqlen, Tensor? seed, float dropout_p"
+#define CRATE_TSSA_CALL \
+  "Tensor? key_padding_mask, Tensor? cu_seqlens, int max_seqlen, Tensor? seed, float dropout_p, int sums_every"
 #define CRATE_TSSA_FWD                                                                                              \
   "tssa_fwd(bool causal, Tensor w, Tensor temp, Tensor? denom_bias, " CRATE_TSSA_CALL                               \
   ", Tensor(a!) out, Tensor(b!) membership, Tensor(c!)? energy, Tensor(d!)? moment, Tensor(e!)? mass, Tensor(f!)? " \

@@ -31,11 +31,16 @@ PROGRAMS, TRACES = ("crate",), ("tost",)
 W, ONE, FLOAT = torch.randn(1, 1, 2, 3), torch.ones(1), torch.float32
 BATCH = (None, None, 0, None)  # no mask, nothing packed, no seed
 REFUSED = {
-    "composite": ("tssa_fwd", (W, ONE, *BATCH, 0.0, "composite"), "tssa: backend='composite' needs Pyth"),
+    "composite": ("tssa_fwd", (W, ONE, *BATCH, 0.0, 0, "composite"), "tssa: backend='composite' needs Pyth"),
     "registered": ("ista_fwd", (W, torch.eye(3), 0.1, 0.1, True, FLOAT, "mine"), "ista: backend='mine' needs"),
     "dtype": ("mssa_fwd", (W.double(), *BATCH, False, None, 0.0, None, "auto"), "dtype must be float32, bfloat16 or"),
     "shape": ("mssa_fwd", (W[0], *BATCH, False, None, 0.0, None, "auto"), "mssa: w must be of 4 dimensions, got"),
-    "temp": ("tssa_fwd", (W, torch.ones(2), *BATCH, 0.0, "auto"), "tssa: temp must be float32 (1,) on cpu, got"),
+    "sums": (
+        "tssa_causal_fwd",
+        (W, ONE, None, *BATCH, 0.0, 4, "auto"),
+        "tssa: sums_every must be 0 without Python, got 4",
+    ),
+    "temp": ("tssa_fwd", (W, torch.ones(2), *BATCH, 0.0, 0, "auto"), "tssa: temp must be float32 (1,) on cpu, got"),
 }
 
 

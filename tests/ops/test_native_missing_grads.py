@@ -35,8 +35,8 @@ CASES = {
     "mssa-lse": (mssa.MSSAFunction, attend, 1, [True, False]),
     "tssa-out": (tssa.TSSAFunction, statistics(False), 0, [False, True, True, True]),
     "tssa-membership": (tssa.TSSAFunction, statistics(False), 1, [True, False, True, True]),
-    "causal-out": (tssa.CausalTSSAFunction, statistics(True), 0, [False, True]),
-    "causal-membership": (tssa.CausalTSSAFunction, statistics(True), 1, [True, False]),
+    "causal-out": (tssa.CausalTSSAFunction, statistics(True), 0, [False, True, True]),
+    "causal-membership": (tssa.CausalTSSAFunction, statistics(True), 1, [True, False, True]),
     "ista-overcomplete": (ista.OvercompleteISTAFunction, shrink, 0, [False, True, True]),
 }
 

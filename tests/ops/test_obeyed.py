@@ -56,6 +56,8 @@ def ran(monkeypatch):
 
         def __getattr__(self, name):
             found = getattr(self.module, name)
+            if name == "sums_every":  # what a forward is to save, which no kernel computes
+                return found
             return lambda *args: (calls.append((self.module.__name__, name)), found(*args))[1]
 
     monkeypatch.setattr(_backend, "kernel", lambda *args: Recorder(kernel(*args)))

@@ -14,6 +14,7 @@ from crate_kernels.ops.mssa import logsumexp
 from crate_kernels.ops.mssa import op as mssa_op
 from crate_kernels.ops.mssa.rectangular import op as rectangular_op
 from crate_kernels.ops.tssa import op as tssa_op
+from crate_kernels.ops.tssa.call import TSSACall
 from tests.ops.common import NEEDS_EXTENSION, kernels, offsets, randn, seldom
 
 BATCH, NHEADS, SEQLEN, HEAD_DIM, NEW, ROWS, HIDDEN = 2, 3, 5, 16, 2, 4, 24
@@ -49,6 +50,7 @@ def options(packed):
         "causal": False,
         "scale": 0.25,
         "dropout_p": 0.5,
+        "sums_every": 0,
         "threshold": None,
     }
 
@@ -78,7 +80,9 @@ def full(packed=False):
 
 
 def causal(packed=False):
-    return {**tssa(packed), "causal": True, "energy": None, "moment": None}
+    given = {**tssa(packed), "causal": True, "energy": None, "moment": None, "sums_every": 1 if packed else 2}
+    options = TSSACall(**{name: given[name] for name in ("cu_seqlens", "max_seqlen", "sums_every")})
+    return {**given, "sums": options.empty_sums(given["w"]).zero_()}
 
 
 def tssa_cache():
@@ -156,6 +160,7 @@ ENTRIES = {
     "tssa_bwd-packed": ("tssa", tssa_op.tssa_bwd, lambda: full(True), {}),
     "tssa_causal_fwd": ("tssa", tssa_op.tssa_causal_fwd, causal, {**WITH_TEMP, "denom_bias": "long-1"}),
     "tssa_causal_bwd": ("tssa", tssa_op.tssa_causal_bwd, causal, {"denom_bias": "long-1"}),
+    "tssa_causal_bwd-packed": ("tssa", tssa_op.tssa_causal_bwd, lambda: causal(True), {"denom_bias": "long-1"}),
     "tssa_decode": ("tssa", tssa_op.tssa_decode, tssa_cache, {"w": "dtype", "denom_bias": "short-1 long-1"}),
     "ista_fwd": ("ista", ista_op.ista_fwd, ista, {"x": "dtype rank short-0 long-0 short-1 long-1"}),
     "ista_bwd": ("ista", ista_op.ista_bwd, ista, {}),

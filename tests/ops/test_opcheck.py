@@ -63,11 +63,11 @@ def _mssa_decode_args(ragged, backend):
     return w, cache.data, cache.lengths, mask, 0, True, 0.3, True, backend
 
 
-def _tssa_args(name, backend, seed=None, dropout_p=0.0):
+def _tssa_args(name, backend, seed=None, dropout_p=0.0, sums_every=0):
     inputs = saved("tssa", name, backend)
     tensors, others = inputs.differentiable, inputs.others
     masks = (others.get("key_padding_mask"), others.get("cu_seqlens"), others.get("max_seqlen", 0))
-    options = (*masks, None if seed is None else seed.to(home(backend)), dropout_p, backend)
+    options = (*masks, None if seed is None else seed.to(home(backend)), dropout_p, sums_every, backend)
     w, temp = tensors["w"], tensors["temp"].detach().reshape(-1).requires_grad_()
     if "denom_bias" not in tensors:
         return w, temp, *options
@@ -167,7 +167,10 @@ def tssa_checks(backend):
         f"tssa_bwd-{backend}": (full_bwd, lambda: bwd("pad-row", backend)),
         f"tssa_bwd-packed-{backend}": (full_bwd, lambda: bwd("packed", backend)),
         f"tssa_causal_fwd-{backend}": (causal, lambda: fwd("causal-n65", backend)),
+        f"tssa_causal_fwd-sums-{backend}": (causal, lambda: fwd("causal-n65", backend, sums_every=4)),
+        f"tssa_causal_fwd-sums-packed-{backend}": (causal, lambda: fwd("causal-packed", backend, sums_every=2)),
         f"tssa_causal_bwd-{backend}": (causal_bwd, lambda: bwd("causal-pad-row", backend, **SEED)),
+        f"tssa_causal_bwd-sums-{backend}": (causal_bwd, lambda: bwd("causal-n65", backend, sums_every=4)),
         f"tssa_causal_bwd-packed-{backend}": (causal_bwd, lambda: bwd("causal-packed", backend)),
         f"tssa_decode-{backend}": (tssa_op.tssa_decode, lambda: _tssa_decode_args(False, backend)),
         f"tssa_decode-ragged-{backend}": (tssa_op.tssa_decode, lambda: _tssa_decode_args(True, backend)),
@@ -210,7 +213,7 @@ def marks(name):
     """Leave to make test-all other options of an op, where the interpreter takes long or cpp is checked with them."""
     slow = name.endswith("-triton") and home("triton") == "cpu"
     beside = name.endswith(("-plain", "-composite")) and "cpp" in kernels("mssa")
-    more = any(f"-{option}-" in name for option in ("pad", "packed", "dropout", "ragged", "keep", "dx"))
+    more = any(f"-{option}-" in name for option in ("pad", "packed", "dropout", "ragged", "keep", "dx", "sums"))
     return pytest.mark.exhaustive if more and (slow or beside) else ()
 
 

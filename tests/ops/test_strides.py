@@ -60,13 +60,14 @@ def tssa(lay, shape, device, packed):
     w, dout = (draw(lay, device, *shape, seed=seed) for seed in (0, 1))
     temp = draw(lay, device, nheads, seed=3)
     bounds = offsets((shape[0] // 2, shape[0] - shape[0] // 2)).to(device) if packed else None
-    options = (None, bounds, shape[0] if packed else 0, None, 0.0)
+    options = (None, bounds, shape[0] if packed else 0, None, 0.0, 0)
     _, *saved = yield tssa_op.tssa_fwd, (w, temp, *options)
     for dmembership in (None, draw(lay, device, *saved[0].shape, seed=2)):
         yield tssa_op.tssa_bwd, (dout, dmembership, w, temp, *saved, *options)
     for bias in (None, draw(lay, device, nheads, shape[0] if packed else shape[2], seed=4)):
-        _, membership = yield tssa_op.tssa_causal_fwd, (w, temp, bias, *options)
-        yield tssa_op.tssa_causal_bwd, (dout, torch.ones_like(membership), w, temp, bias, membership, *options)
+        for call in (options, (*options[:-1], 4)):  # the distance between sums
+            _, *saved = yield tssa_op.tssa_causal_fwd, (w, temp, bias, *call)
+            yield tssa_op.tssa_causal_bwd, (dout, torch.ones_like(saved[0]), w, temp, bias, *saved, *call)
 
 
 def tssa_decode(lay, shape, device, packed):

@@ -46,9 +46,9 @@ def full(way):
 def causal(way, bias=None):
     w, dout, temp = heads(0), heads(1), torch.ones(HEADS)
     with Traffic() as forward:
-        _, membership = tssa.forward_causal(w, temp, bias, TSSACall())
+        _, *saved = tssa.forward_causal(w, temp, bias, TSSACall())
     with Traffic() as backward:
-        tssa.backward_causal(dout, None, w, temp, bias, membership, TSSACall())
+        tssa.backward_causal(dout, None, w, temp, bias, *saved, TSSACall())
     return forward, backward
 
 

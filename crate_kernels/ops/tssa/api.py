@@ -183,8 +183,11 @@ def tssa(
         else:
             out, membership = op.tssa(w, temp, call, named)
         if key is not None:
-            known, tensors = (op.causal_shortcuts, (w, temp, denom_bias)) if causal else (op.shortcuts, (w, temp))
-            known.remember(key, tensors, call, named, results=2 if return_membership else 1)
+            known, tensors, tracked = op.shortcuts, (w, temp), call
+            if causal:
+                known, tensors = op.causal_shortcuts, (w, temp, denom_bias)
+                tracked = op.saving_sums(*tensors, call, named)
+            known.remember(key, tensors, call, named, 2 if return_membership else 1, tracked=tracked)
     return (out, membership) if return_membership else out
 
 

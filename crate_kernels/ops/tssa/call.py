@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ class TSSACall(NamedTuple):
         max_seqlen: length of the longest packed sequence, 0 for a batch.
         seed: int64 scalar that dropout draws from; None without dropout.
         dropout_p: probability with which 1 / (1 + M) is dropped.
+        sums_every: tokens between the running sums that a causal forward saves for its backward; 0: it saves none.
     """
 
     key_padding_mask: Tensor | None = None
@@ -26,6 +27,7 @@ class TSSACall(NamedTuple):
     max_seqlen: int = 0
     seed: Tensor | None = None
     dropout_p: float = 0.0
+    sums_every: int = 0
 
     @property
     def packed(self) -> bool:
@@ -66,9 +68,27 @@ class TSSACall(NamedTuple):
         shape = w.shape
         return w.new_empty(self.nsequences(w), shape[1], shape[-1], dtype=operator.stat_dtype(w.dtype))
 
+    def sums_shape(self, w: Tensor) -> tuple[int, int, int]:
+        """Return the sizes of what ``sums_every`` says: (sequences, places, a row), of no place where it is 0.
+
+        A place is behind every ``sums_every``-th token but a sequence's last. Its row has the sums of Pi w^2 by
+        channel and of Pi by head, zeros up to a multiple of 4, and the sums of w^2 by channel, all times 2^-40.
+        """
+        nheads, head_dim = w.shape[1], w.shape[-1]
+        places: Any = 0
+        if self.sums_every:
+            seqlen = self.max_seqlen if self.packed else w.shape[2]
+            places = torch.sym_max(-(-seqlen // self.sums_every) - 1, 0)
+        width = nheads * head_dim
+        return self.nsequences(w), places, (width + nheads + 3) // 4 * 4 + width
+
+    def empty_sums(self, w: Tensor) -> Tensor:
+        """Allocate what ``sums_shape`` says."""
+        return w.new_empty(self.sums_shape(w), dtype=operator.stat_dtype(w.dtype))
+
 
 class Saved(NamedTuple):
-    """Tensors that a backward reads beside the gradients of the outputs; the last two are of the full form."""
+    """Tensors that a backward reads beside the gradients of the outputs; energy and moment are of the full form."""
 
     w: Tensor
     temp: Tensor
@@ -76,6 +96,7 @@ class Saved(NamedTuple):
     membership: Tensor
     energy: Tensor | None = None
     moment: Tensor | None = None
+    sums: Tensor | None = None
 
 
 class State(NamedTuple):

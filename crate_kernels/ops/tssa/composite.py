@@ -12,8 +12,9 @@ from torch import Tensor
 
 from crate_kernels._core import operator, packing
 from crate_kernels.ops.tssa import op_checks
-from crate_kernels.ops.tssa.call import State, TSSACall
+from crate_kernels.ops.tssa.call import Saved, State, TSSACall
 from crate_kernels.ops.tssa.products import causal_similarity, rows_dot
+from crate_kernels.ops.tssa.sums import saved_sums
 
 _FULL_FLOOR, _CAUSAL_FLOOR, _MASS_FLOOR = 1e-24, 1e-12, 1e-8
 
@@ -195,14 +196,15 @@ def _run_causal(
     return operator.merged_layout(out.to(w.dtype)), membership
 
 
-def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: TSSACall) -> tuple[Tensor, Tensor]:
-    """Return out and membership of the causal form."""
+def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: TSSACall) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out and membership of the causal form, and the sums that ``call`` asks for."""
     op_checks.forward_causal(w, temp, denom_bias, call)
     if call.packed:
         where, batched = _layout(w, call)
-        out, membership = forward_causal(where.pad(w), temp, denom_bias, batched)
-        return where.pack(out), where.pack_rows(membership)
-    return _run_causal(w, temp, None if denom_bias is None else denom_bias[None], call)
+        out, membership, sums = forward_causal(where.pad(w), temp, denom_bias, batched)
+        return where.pack(out), where.pack_rows(membership), sums
+    out, membership = _run_causal(w, temp, None if denom_bias is None else denom_bias[None], call)
+    return out, membership, saved_sums(w, membership, call)
 
 
 def backward_causal(
@@ -212,20 +214,29 @@ def backward_causal(
     temp: Tensor,
     denom_bias: Tensor | None,
     membership: Tensor,
+    sums: Tensor,
     call: TSSACall,
-    real: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dw, dtemp and ddenom_bias (empty without a bias); the scans are repeated, not saved.
+    """Return dw, dtemp and ddenom_bias (empty without a bias); the scans are repeated, whatever sums were saved."""
+    op_checks.backward_causal(dout, dmembership, w, temp, denom_bias, membership, call)
+    op_checks.saved_sums(sums, w, call)
+    if not call.packed:
+        return _run_causal_backward(dout, dmembership, Saved(w, temp, denom_bias, membership), call)
+    where, batched = _layout(w, call)
+    dmembership = None if dmembership is None else where.pad_rows(dmembership)
+    saved = Saved(where.pad(w), temp, denom_bias, where.pad_rows(membership))
+    dw, dtemp, ddenom_bias = _run_causal_backward(where.pad(dout), dmembership, saved, batched, where.mask)
+    return where.pack(dw), dtemp, ddenom_bias
+
+
+def _run_causal_backward(
+    dout: Tensor, dmembership: Tensor | None, saved: Saved, call: TSSACall, real: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of a padded batch.
 
     ``real``, (batch, seqlen), marks the tokens of packed sequences; None: all are.
     """
-    op_checks.backward_causal(dout, dmembership, w, temp, denom_bias, membership, call)
-    if call.packed:
-        where, batched = _layout(w, call)
-        dmembership = None if dmembership is None else where.pad_rows(dmembership)
-        saved = where.pad(w), temp, denom_bias, where.pad_rows(membership)
-        dw, dtemp, ddenom_bias = backward_causal(where.pad(dout), dmembership, *saved, batched, where.mask)
-        return where.pack(dw), dtemp, ddenom_bias
+    w, temp, denom_bias, membership, *_ = saved
     key_padding_mask = call.key_padding_mask
     mask = None if key_padding_mask is None else key_padding_mask[:, None, :]
     squares, energy = _running_energy(w, key_padding_mask, None)

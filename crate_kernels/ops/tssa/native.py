@@ -14,8 +14,9 @@ from torch import Tensor
 from crate_kernels._core import operator
 from crate_kernels._cuda.launch import is_gpu
 from crate_kernels._native.extension import library
-from crate_kernels.ops.tssa import cuda
+from crate_kernels.ops.tssa import cuda, op_checks
 from crate_kernels.ops.tssa.call import Saved, State, TSSACall
+from crate_kernels.ops.tssa.sums import saved_sums
 
 
 def _plain(x: Tensor | None, dtype: torch.dtype = torch.float32) -> Any:
@@ -29,7 +30,7 @@ def _plain(x: Tensor | None, dtype: torch.dtype = torch.float32) -> Any:
 def _run_forward(
     w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: TSSACall, causal: bool, state: State | None = None
 ) -> tuple[Tensor, ...]:
-    """Return out, membership and, of the full form, energy and moment; ``state`` is advanced."""
+    """Return out, membership and energy and moment or, in the causal form, sums; without them ``state`` is advanced."""
     temp, denom_bias = _plain(temp, w.dtype), _plain(denom_bias, w.dtype)
     if is_gpu(w.device):
         return cuda.forward(w, temp, denom_bias, call, causal, state)
@@ -37,6 +38,8 @@ def _run_forward(
     statistics = () if causal else (call.empty_channels(w), call.empty_channels(w))
     extra = state or (*(statistics or (None, None)), None, None)  # of a cache, or of the full form
     library().tssa_fwd(causal, w, temp, denom_bias, *call, out, membership, *extra)
+    if causal and state is None:
+        statistics = (saved_sums(w, membership, call),)
     return out, membership, *statistics
 
 
@@ -44,15 +47,20 @@ def _run_backward(
     dout: Tensor, dmembership: Tensor | None, saved: Saved, call: TSSACall, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dw, dtemp and ddenom_bias (empty without a bias)."""
-    w, temp, denom_bias, *results = saved
+    w, temp, denom_bias, membership, energy, moment, sums = saved
     dmembership = _plain(dmembership)
-    plain = Saved(w, _plain(temp, w.dtype), _plain(denom_bias, w.dtype), *map(_plain, results))
+    results = _plain(membership), _plain(energy), _plain(moment)
+    plain = Saved(w, _plain(temp, w.dtype), _plain(denom_bias, w.dtype), *results, sums)
     if is_gpu(w.device):
         dw, dtemp, dbias = cuda.backward(dout, dmembership, plain, call, causal)
     else:
         dw, dtemp = operator.empty_out(w), w.new_empty(w.shape[1], dtype=torch.float32)
         dbias = None if plain.denom_bias is None else torch.empty_like(plain.denom_bias)
-        library().tssa_bwd(causal, dout, dmembership, *plain, *call, dw, dtemp, dbias)
+        if causal:
+            assert sums is not None
+            op_checks.saved_sums(sums, w, call)  # which are not read
+        inputs = plain.w, plain.temp, plain.denom_bias
+        library().tssa_bwd(causal, dout, dmembership, *inputs, *results, *call, dw, dtemp, dbias)
     dtemp = dtemp.to(temp.dtype)
     if denom_bias is None or dbias is None:
         return dw, dtemp, temp.new_empty(0)
@@ -80,8 +88,18 @@ def backward(
 
 
 def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: TSSACall) -> tuple[Tensor, ...]:
-    """Return out and membership of the causal form."""
-    return _run_forward(w, temp, denom_bias, call, causal=True)[:2]
+    """Return out and membership of the causal form, and the sums that ``call`` asks for."""
+    return _run_forward(w, temp, denom_bias, call, causal=True)
+
+
+def sums_every(w: Tensor, call: TSSACall) -> int:
+    """Return how far apart a forward should save sums, as this one does and its backward reads them; 0: not at all."""
+    return cuda.sums_read_every(w, call, forward_too=True) if is_gpu(w.device) else 0
+
+
+def sums_read_every(w: Tensor, call: TSSACall) -> int:
+    """Return how far apart a backward reads saved sums, whichever kernels saved them; 0: it reads none."""
+    return cuda.sums_read_every(w, call) if is_gpu(w.device) else 0
 
 
 def backward_causal(
@@ -91,10 +109,11 @@ def backward_causal(
     temp: Tensor,
     denom_bias: Tensor | None,
     membership: Tensor,
+    sums: Tensor,
     call: TSSACall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dw, dtemp and ddenom_bias (empty without a bias)."""
-    return _run_backward(dout, dmembership, Saved(w, temp, denom_bias, membership), call, causal=True)
+    return _run_backward(dout, dmembership, Saved(w, temp, denom_bias, membership, sums=sums), call, causal=True)
 
 
 def decode(

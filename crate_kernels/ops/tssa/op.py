@@ -1,7 +1,7 @@
 """The op boundary of token-statistics attention: schemas, fakes and the autograd.Functions.
 
 The full and the causal form are two ops, for they save different tensors: (w, temp, membership, energy, moment) and
-(w, temp, denom_bias, membership).
+(w, temp, denom_bias, membership, sums). The last one has numbers only where the backward's kernel begins with them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def _fake_bwd(dout: Tensor, dmembership: Any, w: Tensor, temp: Tensor, *_: Any) 
     return operator.empty_out(w), torch.empty_like(temp)
 
 
-def _fake_causal_fwd(w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake_causal_fwd(w: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     _, call, _ = operator.split(TSSACall, rest)
-    return operator.empty_out(w), call.empty_membership(w)
+    return operator.empty_out(w), call.empty_membership(w), call.empty_sums(w)
 
 
 def _fake_causal_bwd(
@@ -66,14 +66,14 @@ tssa_bwd = operator.define(
     _fake_bwd,
 )
 tssa_causal_fwd = operator.define(
-    f"tssa_causal_fwd(Tensor w, Tensor temp, Tensor? denom_bias, {_OPTIONS}) -> (Tensor, Tensor)",
+    f"tssa_causal_fwd(Tensor w, Tensor temp, Tensor? denom_bias, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     operator.make_dispatcher("tssa", "forward_causal", TSSACall, dispatch_arg=0),
     _fake_causal_fwd,
     join=vmapped.batched(TSSACall, shared=(1, 2)),
 )
 tssa_causal_bwd = operator.define(
     "tssa_causal_bwd(Tensor dout, Tensor? dmembership, Tensor w, Tensor temp, Tensor? denom_bias, "
-    f"Tensor membership, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    f"Tensor membership, Tensor sums, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     operator.make_dispatcher("tssa", "backward_causal", TSSACall, dispatch_arg=2),
     _fake_causal_bwd,
 )
@@ -138,12 +138,17 @@ class TSSAFunction(torch.autograd.Function):
 
 @autograd.traced_by_autograd
 class CausalTSSAFunction(torch.autograd.Function):
-    """(out, membership) = tssa_causal_fwd(w, temp, denom_bias, *call, backend), differentiable once."""
+    """(out, membership, sums) = tssa_causal_fwd(w, temp, denom_bias, *call, backend), but for sums differentiable once.
+
+    The call is one that saves sums where the backward's kernel begins with them.
+    """
 
     save, save_tensors = TSSAFunction.save, TSSAFunction.save_tensors
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
+        (w, temp, denom_bias), call, backend = operator.split(TSSACall, inputs)
+        inputs = w, temp, denom_bias, *saving_sums(w, temp, denom_bias, call, backend), backend
         outputs = tssa_causal_fwd(*inputs)
         CausalTSSAFunction.save(ctx, inputs, outputs)
         return outputs
@@ -180,6 +185,24 @@ def tssa_causal(
     w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: TSSACall, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Run the causal form, through autograd only when a gradient is wanted."""
-    if autograd.needs_grad(w, temp, denom_bias):
-        return autograd.apply(CausalTSSAFunction, w, temp, denom_bias, *call, backend)
-    return tssa_causal_fwd(w, temp, denom_bias, *call, backend)
+    wanted = autograd.needs_grad(w, temp, denom_bias)
+    out, membership, _ = (
+        autograd.apply(CausalTSSAFunction, w, temp, denom_bias, *call, backend)
+        if wanted
+        else tssa_causal_fwd(w, temp, denom_bias, *call, backend)
+    )
+    return out, membership
+
+
+def saving_sums(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: TSSACall, backend: str) -> TSSACall:
+    """Return the call whose forward saves what the backward's kernel begins with, or ``call`` if that is nothing."""
+    args = (w, temp, denom_bias, call)
+    name, _ = next(backends.eligible_backends("tssa", "forward_causal", backend, w, *args), ("", None))
+    kernel = backends.kernel("tssa", name, backends.type_of(w.device)) if name else None
+    every = getattr(kernel, "sums_every", None)
+    if every is None or call.sums_every:
+        return call
+    try:
+        return call._replace(sums_every=every(w, call))
+    except backends.Refused:  # as the op is going to be
+        return call

@@ -69,6 +69,7 @@ def backward(
 def forward_causal(w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: TSSACall) -> None:
     """Check the tensors of a forward of the causal form."""
     _inputs("tssa", w, temp, denom_bias, call)
+    _distance("tssa", call)
 
 
 def backward_causal(
@@ -80,9 +81,23 @@ def backward_causal(
     membership: Tensor,
     call: TSSACall,
 ) -> None:
-    """Check the tensors of a backward of the causal form."""
+    """Check the tensors of a backward of the causal form, but for saved sums."""
     _inputs(_BACKWARD, w, temp, denom_bias, call)
     _gradients(dout, dmembership, w, membership, call)
+
+
+def saved_sums(sums: Tensor, w: Tensor, call: TSSACall) -> None:
+    """Check the sums that a causal forward saved: those that ``call`` says, or none."""
+    _distance(_BACKWARD, call)
+    shape = sums.shape if sums is not None and not sums.numel() else call.sums_shape(w)
+    op_checks.tensor(_BACKWARD, "sums", sums, operator.stat_dtype(w.dtype), shape, w.device)
+    op_checks.contiguous(_BACKWARD, "sums", sums)
+
+
+def _distance(name: str, call: TSSACall) -> None:
+    """Require a distance between sums that there can be."""
+    if call.sums_every < 0:
+        raise ValueError(f"{name}: sums_every must be at least 0, got {call.sums_every}")
 
 
 def decode(w: Tensor, temp: Tensor, denom_bias: Tensor | None, state: State, key_padding_mask: Tensor | None) -> None:

@@ -30,6 +30,7 @@ struct TssaProblem {
   int nchunks;     // per sequence; a block has one
   int chunk_size;  // tokens
   int lanes;       // lanes of a warp per head, a power of two: together they sum its channels
+  int sums_every;  // tokens between the sums that a walking forward saves, or its backward reads; 0: none
   int64_t total;   // packed rows
   const int32_t* cu_seqlens;
   TssaMask mask;  // null data: every token is a key; else those whose byte, of a bool tensor, is not 0
@@ -49,7 +50,8 @@ struct TssaPass {
   float *membership, *energy, *moment;  // energy and moment by channel of every sequence: of the full form c and M
   const float* bias;                    // (nheads, bias_tokens)
   int64_t bias_tokens;
-  float *sums_1, *sums_2;  // of every chunk, then of the sequence; in the causal form those before every chunk
+  // Of every chunk, then of the sequence; in the causal form those before every chunk. A walking forward saves sums_1.
+  float *sums_1, *sums_2;
 };
 
 // The full form writes energy and moment. The causal form has the state of a cache, with `state_mass` by head: the sums
@@ -63,7 +65,7 @@ struct TssaForward : TssaPass {
 
 // The sums are, in the full form: of g w Pi and Pi; of dlogit w^2 / c. Causal, before or behind every chunk: of Pi w^2,
 // w^2 and Pi (2 width + nheads); of dM / s and V; of dc / temp and dtemp. Of walking kernels: sums_1, of Pi w^2, Pi and
-// w^2 before each step of a cluster but the first.
+// w^2 before each step of each sequence but its first, as the forward saved them or as they are found first.
 struct TssaBackward : TssaPass {
   TssaTokens dout, dw;
   const float* dmembership;

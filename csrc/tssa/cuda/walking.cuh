@@ -15,8 +15,8 @@ namespace crate_kernels {
 
 constexpr float kWalkScale = 9.094947e-13f;  // 2^-40
 
-// A cluster's steps, sequence after sequence. BACK: forwards to the last but one first, with negative numbers, and then
-// backwards from the last one.
+// A cluster's steps, sequence after sequence. BACK: backwards from the last one; where the forward saved no sums,
+// forwards to the last but one before, with negative numbers.
 template <class S, bool BACK>
 struct TssaSteps {
   const TssaProblem& p;
@@ -31,7 +31,7 @@ struct TssaSteps {
     if (!there()) return;
     const int stride = S::kCluster * p.chunk_size;
     count = max((sequence_of(p, index).count + stride - 1) / stride, 1);
-    if (BACK) number = 1 - count;
+    if (BACK && p.sums_every == 0) number = 1 - count;
   }
   CRATE_DEVICE bool there() const { return index < p.nsequences; }
   CRATE_DEVICE void next() {
@@ -86,6 +86,13 @@ struct TssaGroup {
 template <class S>
 CRATE_DEVICE uint32_t first_of(const TssaVectorOf<S>& v, const TssaLayout<S>& layout, uint32_t tokens, int first) {
   return tokens + 2 * (v.head * layout.head + v.channel + first * layout.token);
+}
+
+// The sums before the steps of a backward but the first, as a forward saves them: Pi w^2 and Pi, then w^2.
+template <class S>
+CRATE_DEVICE int64_t step_sums_place(const TssaProblem& p, int index, int stride, int number) {
+  const int most = (p.seqlen - 1) / stride;
+  return (static_cast<int64_t>(index) * most + number) * (S::kSums + S::kWidth);
 }
 
 // Adds a step's `sum` to what is carried of four channels, and returns what was carried with `some` of the step.

@@ -1,6 +1,7 @@
-// walking.cuh, backward: from the last step of a sequence to the first, over sums of w^2 and Pi w^2 before each step.
-// Those come first, forwards, and wait in sums_1. Reads w twice, but for a sequence's last step, and dout once, and
-// writes dw once, in one launch.
+// walking.cuh, backward: from the last step of a sequence to the first, over sums of w^2 and Pi w^2 before each step,
+// which are in sums_1: the forward has saved them, p.sums_every is a step's tokens. Reads w and dout once and writes dw
+// once, in one launch. Without saved sums they come first, forwards: this reads w twice, but for a sequence's last
+// step.
 //
 // A thread goes through its tokens forwards for sums, and backwards for gradients, kWalkTile tokens at a time: what is
 // before a tile is added up again. The part of dw that needs no softmax waits in the place of dout, rounded
@@ -95,7 +96,8 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) tssa_causal_bwd_walkin
 
   each_step<S, true>(p, fetch, [&](const TssaSteps<S, true>& steps, int buffer, uint32_t phase) {
     const TssaSpan s = steps.span();
-    const bool forwards = steps.number < 0, start = steps.number == 0;
+    // With saved sums no number is below 0: said once more, it spares two registers.
+    const bool forwards = p.sums_every == 0 && steps.number < 0, start = steps.number == 0;
     const int rows = s.rows();
     const TssaGroup<S> own(p, v, rows);
     const float* const members = memory + at.members + buffer * at.by_head;
@@ -129,9 +131,8 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) tssa_causal_bwd_walkin
     add_groups<S, S::kSums>(moments, own_moments);
     add_groups<S, S::kWidth>(energies, own_energies);
     cluster_sync();
-    const int most = (p.seqlen - 1) / (S::kCluster * p.chunk_size), number = steps.before();
-    const int64_t place = static_cast<int64_t>(blockIdx.x / S::kCluster) * most + number;
-    float* const through_step = b.sums_1 + place * (S::kSums + S::kWidth);
+    const int number = steps.before();
+    float* const through_step = b.sums_1 + step_sums_place<S>(p, s.index, S::kCluster * p.chunk_size, number);
     if (forwards) {
       keep_sums<S, S::kSums>(own_moments, carried_slopes, through_step, number == 0);
       keep_sums<S, S::kWidth>(own_energies, carried_energies, through_step + S::kSums, number == 0);

@@ -1,4 +1,5 @@
-// walking.cuh, forward: reads w once and writes out and the membership once, in one launch.
+// walking.cuh, forward: reads w once and writes out and the membership once, in one launch. What it saves for a
+// backward are the sums through every p.sums_every-th token, wherever in a step that is.
 #pragma once
 
 #include "walking.cuh"
@@ -55,6 +56,23 @@ CRATE_DEVICE int find_first_key(const TssaProblem& p, int index) {
 #pragma unroll
   for (int step = kWarp / 2; step > 0; step /= 2) first = min(first, __shfl_xor_sync(kAllLanes, first, step));
   return first;
+}
+
+// Calls each(n) for the tokens of a thread's group in turn, and save(to) behind those whose sums are saved: of a
+// sequence's last one they are not.
+template <class S, class Each, class Save>
+CRATE_DEVICE void each_saving(const TssaForward& f, const TssaSpan& s, const TssaGroup<S>& own, Each each, Save save) {
+  const TssaProblem& p = f.problem;
+  const int last = own.first + own.count, every = p.sums_every, ends = s.count - s.first;
+  int next = ends;  // the row behind the next of them
+  if (every != 0) next = ((s.first + own.first) / every + 1) * every - s.first;
+#pragma unroll 1
+  for (int n = own.first; n < last; next += every) {
+    const int stop = min(last, next);
+#pragma unroll 4
+    for (; n < stop; ++n) each(n);
+    if (n == next && n < ends) save(f.sums_1 + step_sums_place<S>(p, s.index, every, (s.first + n) / every - 1));
+  }
 }
 
 template <class T, int HEADS, int HEAD_DIM, int CLUSTER, int THREADS, int BUFFERS, bool MASKED>
@@ -119,8 +137,7 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_causal_fwd_walkin
     {
       uint32_t from = tokens;
       float* to = scratch + own.first * S::kRow + v.vector;
-#pragma unroll 4
-      for (int n = own.first; n < own.first + own.count; ++n, from += pitch, to += S::kRow) {
+      const auto ratios_of = [&](int n) {
         float x[8], ratios[2] = {};
         load_vector<T>(from, x);
         const float scale = kWalkScale * key_weight<S>(key_weights, n);
@@ -131,7 +148,9 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_causal_fwd_walkin
           ratios[i % 2] += square * inverse_fast(floored(running[i], kCausalFloor * kWalkScale));
         }
         *to = ratios[0] + ratios[1];
-      }
+        from += pitch, to += S::kRow;
+      };
+      each_saving<S>(f, s, own, ratios_of, [&](float* saved) { put_vector(saved + S::kSums + v.column(), running); });
     }
     __syncthreads();
     const TssaRows stored = rows_of(p, f.membership, s);
@@ -173,8 +192,7 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_causal_fwd_walkin
       const TssaTokens out = part_of(p, f.out, s);
       T* to = reinterpret_cast<T*>(out.data) + out.at(own.first, v.head, v.channel);
       uint32_t from = tokens;
-#pragma unroll 4
-      for (int n = own.first; n < own.first + own.count; ++n, from += pitch, to += out.token) {
+      const auto output_of = [&](int n) {
         float x[8];
         load_vector<T>(from, x);
         const float member = members[n * HEADS + v.head], weight = member * key_weight<S>(key_weights, n),
@@ -192,7 +210,13 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_causal_fwd_walkin
           for (int i = 0; i < 8; ++i) x[i] *= bits >> i & 1 ? p.keep_factor : 0.0f;
         }
         store_vector(to, x);
-      }
+        from += pitch, to += out.token;
+      };
+      each_saving<S>(f, s, own, output_of, [&](float* saved) {
+        put_vector(saved + v.column(), running);
+        if (v.channel == 0) saved[S::kWidth + v.head] = mass * kWalkScale;
+        for (int h = HEADS; h < S::kSums - S::kWidth && v.vector == 0; ++h) saved[S::kWidth + h] = 0.0f;
+      });
     }
     if (s.chunk == 0) clear_uncovered(p, TssaHalves{{p.dtype}}, f.out, f.membership, s);
   });

@@ -42,9 +42,9 @@ def causal(seqlen, nheads, head_dim, dtype=HALF, batch=16, backward=True, bias=T
     denom_bias = torch.empty(nheads, seqlen, device="meta") if bias else None
 
     def call():
-        out, membership = kernels.forward_causal(w, temp, denom_bias, rest)
+        out, *saved = kernels.forward_causal(w, temp, denom_bias, rest)
         if backward:
-            kernels.backward_causal(out, membership, w, temp, denom_bias, membership, rest)
+            kernels.backward_causal(out, saved[0], w, temp, denom_bias, *saved, rest)
 
     return call
 

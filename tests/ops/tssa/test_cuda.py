@@ -118,7 +118,7 @@ def test_any_backward_follows_any_forward(way, causal, backend, device):
     going(device, way)
     w, dout = (tokens(1, 3, 69, 32, seed=seed) for seed in (0, 1))
     more = (bias(3, 69),) if causal else ()
-    inputs, options = (w, temps(3), *more), (None, None, 0, torch.tensor(11), 0.3)
+    inputs, options = (w, temps(3), *more), (None, None, 0, torch.tensor(11), 0.3, 0)
     forward, backward = (op.tssa_causal_fwd, op.tssa_causal_bwd) if causal else (op.tssa_fwd, op.tssa_bwd)
     saved = {name: forward(*inputs, *options, name) for name in ("composite", backend)}
     exact = [t.double() for t in inputs]

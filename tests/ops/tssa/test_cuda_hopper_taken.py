@@ -13,6 +13,7 @@ from crate_kernels._triton import table, tune
 from crate_kernels._triton.table import LaunchRow
 from crate_kernels.cli.tune import judge
 from crate_kernels.ops.tssa import op, timed
+from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.cuda import persistent, walking
 from tests.ops.common import outputs_and_gradients
 from tests.ops.tssa.common import bias, call, halves, temps, tokens
@@ -158,14 +159,22 @@ def test_only_clusters_that_share_a_sequence_wait_for_each_other(together, group
     assert (found.exchanged, found.counters) == (exchanged, counters)
 
 
+@pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize(("seqlen", "steps"), [(80, 1), (81, 2), (190, 3)])
-def test_what_walks_back_keeps_the_sums_before_each_step_but_the_first(seqlen, steps, launched, backend, monkeypatch):
-    """Of two clusters: Pi w^2 and w^2 by channel, and Pi by head, in fours."""
-    plan, found = walking.plan, []
-    monkeypatch.setattr(walking, "plan", lambda *call: found.append(plan(*call)) or found[-1])
+@pytest.mark.parametrize("saves", [True, False], ids=["saved", "found"])
+def test_there_are_sums_before_each_step_but_the_first(seqlen, steps, saves, backend, monkeypatch):
+    """Pi w^2 and w^2 by channel, and Pi by head, in fours; of each sequence."""
+    sizes, empty = [], TSSACall.empty_sums
+    monkeypatch.setattr(
+        TSSACall, "empty_sums", lambda call, w: (found := empty(call, w), sizes.append(found.numel()))[0]
+    )
     with Walking.taking(WALKS):
-        outputs_and_gradients(call(True, backend), halves(3, 3, seqlen, 32), temps(3))
-    assert [one.exchanged for one in found] == [0, 2 * (steps - 1) * (96 + 4 + 96)]
+        inputs, options = (halves(3, 3, seqlen, 32), temps(3), None), TSSACall(sums_every=80 if saves else 0)
+        out, *saved = op.tssa_causal_fwd(*inputs, *options, backend)
+        op.tssa_causal_bwd(out, None, *inputs, *saved, *options, backend)
+    places = 3 * (steps - 1) * (96 + 4 + 96)
+    # Of one step alone the backward asks for its own, which are none.
+    assert sizes == ([places] + [0] * (steps == 1) if saves else [0, places])
 
 
 @pytest.mark.parametrize(
@@ -188,7 +197,7 @@ def test_the_full_form_and_a_cache_are_left_to_other_kernels(launched, backend):
 
 
 def test_statistics_that_no_bulk_copy_brings_are_left_to_other_kernels(launched, backend):
-    (w, temp), options = usual(Persistent), (None, None, 0, None, 0.0)
+    (w, temp), options = usual(Persistent), (None, None, 0, None, 0.0, 0)
     _, *saved = op.tssa_fwd(w, temp, *options, backend)
     apart = torch.cat([saved[2].new_zeros(1), saved[2].flatten()])[1:].view_as(saved[2])
     with Persistent.taking(PAIRS):

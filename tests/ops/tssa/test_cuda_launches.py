@@ -137,7 +137,8 @@ def test_a_cache_of_which_kernels_take_the_address_alone_is_contiguous(name, bac
 def test_offsets_that_are_not_contiguous_are_refused(causal, backend):
     w, bounds = torch.randn(9, 3, 16), torch.tensor([0, 7, 4, 7, 9, 7], dtype=torch.int32)[::2]
     options = TSSACall(cu_seqlens=bounds, max_seqlen=5)
-    saved = Saved(w, temps(3), None, torch.rand(3, 9), *(() if causal else torch.rand(2, 2, 3, 16)))
+    statistics = (None, None, options.empty_sums(w)) if causal else torch.rand(2, 2, 3, 16)
+    saved = Saved(w, temps(3), None, torch.rand(3, 9), *statistics)
     refused = pytest.raises(ValueError, match=r"^tssa: cu_seqlens must be contiguous")
     with refused:
         cuda.forward(w, temps(3), None, options, causal)

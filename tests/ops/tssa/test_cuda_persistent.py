@@ -46,7 +46,7 @@ def test_statistics_are_those_of_the_other_kernels(dtype, backend, hopper):
     launched = hopper(AHEAD)
     mask = torch.rand(3, 30) > 0.3
     inputs = tokens(3, 8, 30, 48, dtype=dtype), temps(8)
-    options = (mask, None, 0, torch.tensor(11), 0.3)
+    options = (mask, None, 0, torch.tensor(11), 0.3, 0)
     saved = [op.tssa_fwd(*inputs, *options, backend)[1:]]
     with taking(AHEAD):
         saved.append(op.tssa_fwd(*inputs, *options, backend)[1:])

@@ -152,7 +152,7 @@ def test_offsets_are_clamped_to_what_exists(bounds, causal, backend, device):
     """What such offsets mean is nobody's concern, but nothing outside a tensor is touched."""
     w, dout = (randn(33, HEADS, HEAD_DIM, dtype=torch.float32, device=device, seed=seed) for seed in (0, 1))
     inputs = (w, temps(device)) + ((None,) if causal else ())
-    options = None, torch.tensor(bounds, dtype=torch.int32, device=device), 40, None, 0.0, backend
+    options = None, torch.tensor(bounds, dtype=torch.int32, device=device), 40, None, 0.0, 0, backend
     forward, backward = (op.tssa_causal_fwd, op.tssa_causal_bwd) if causal else (op.tssa_fwd, op.tssa_bwd)
     out, *saved = forward(*inputs, *options)
     assert out.isfinite().all()

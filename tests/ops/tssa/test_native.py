@@ -8,8 +8,9 @@ import torch
 from crate_kernels import testing, tssa
 from crate_kernels._core import operator
 from crate_kernels._native import extension
+from crate_kernels.ops.tssa import op
 from crate_kernels.ops.tssa.call import TSSACall
-from tests.ops.common import FORMS, LEVELS, NANS, NEEDS_EXTENSION, STRIDES, expected, failures, measured, randn
+from tests.ops.common import FORMS, LEVELS, NANS, NEEDS_EXTENSION, STRIDES, expected, failures, measured, offsets, randn
 
 pytestmark = NEEDS_EXTENSION
 
@@ -163,6 +164,19 @@ def test_not_a_number_stays_one(name, bits, causal, level):
     assert membership[:, :, 20:].isnan().all()
     assert out[:, :, 20:].isnan().all()
     assert out[:, :, :20].isfinite().all() == causal
+
+
+def test_a_bias_of_packed_sequences_covers_the_longest():
+    """A kernel would take the last place of a shorter one for the tokens behind it."""
+    w, temp, short = randn(9, 3, 16, dtype=torch.float32), torch.ones(3), torch.zeros(3, 4)
+    packed = TSSACall(cu_seqlens=offsets((4, 5)), max_seqlen=5)
+    match = r"denom_bias must be float32 \(3, 5\) on cpu, got float32 \(3, 4\) on cpu"
+    with pytest.raises(RuntimeError, match=f"^tssa: {match}"):
+        op.tssa_causal_fwd(w, temp, short, *packed, "cpp")
+    with pytest.raises(RuntimeError, match=f"^tssa backward: {match}"):
+        op.tssa_causal_bwd(w, None, w, temp, short, w.new_ones(3, 9), packed.empty_sums(w), *packed, "cpp")
+    packed = packed._replace(max_seqlen=4)  # of which the values are the caller's business
+    assert op.tssa_causal_fwd(w, temp, short, *packed, "cpp")[0].isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["tssa_fwd", "tssa_bwd"])

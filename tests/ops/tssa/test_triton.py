@@ -166,7 +166,7 @@ def test_any_backward_follows_any_forward(way, causal, backend, device):
     """What is saved is the op's: composite takes up what Triton's forward saved, and the other way round."""
     w, dout = (tokens(1, 3, 21, 16, seed=seed, device=device) for seed in (0, 1))
     more = (bias(3, 21, device),) if causal else ()
-    inputs, options = (w, temps(3, device), *more), (None, None, 0, torch.tensor(11, device=device), 0.3)
+    inputs, options = (w, temps(3, device), *more), (None, None, 0, torch.tensor(11, device=device), 0.3, 0)
     forward, backward = (op.tssa_causal_fwd, op.tssa_causal_bwd) if causal else (op.tssa_fwd, op.tssa_bwd)
     with going(way):
         saved = {name: forward(*inputs, *options, name) for name in ("composite", backend)}
@@ -243,7 +243,7 @@ def test_a_bias_of_packed_sequences_covers_the_longest(backend, device):
     with pytest.raises(ValueError, match=match):
         op.tssa_causal_fwd(*given, *packed, backend)
     with pytest.raises(ValueError, match=match):
-        op.tssa_causal_bwd(w, None, *given, w.new_ones(3, 9), *packed, backend)
+        op.tssa_causal_bwd(w, None, *given, w.new_ones(3, 9), packed.empty_sums(w), *packed, backend)
 
 
 def test_users_are_not_shown_interpreted_bfloat16():

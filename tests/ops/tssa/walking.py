@@ -1,10 +1,18 @@
 """Calls of the walking kernels of the causal form, for the emulator and for a GPU."""
 
-from contextlib import contextmanager
+import math
+from contextlib import contextmanager, nullcontext
+from unittest import mock
+
+import torch
 
 from crate_kernels import testing
+from crate_kernels._core import operator
 from crate_kernels._triton import table
+from crate_kernels.ops.tssa import cuda, op
+from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.cuda import walking
+from crate_kernels.ops.tssa.sums import saved_sums
 from tests.ops.tssa import persistent
 
 
@@ -49,6 +57,61 @@ def taking(chosen):
         yield
 
 
+def step_of(chosen, width):
+    """Return the tokens of a cluster's step."""
+    return chosen["CLUSTER"] * walking.chunk_of(width, chosen)
+
+
+@contextmanager
+def saving(chosen, saves=True):
+    """Have a configuration taken, with the sums that forwards save or without; yield the distances that are read.
+
+    Saved sums are checked, and lie between numbers that nothing may write.
+    """
+    plan, forward, usual, read, around = walking.plan, op.tssa_causal_fwd, TSSACall.empty_sums, [], []
+
+    def planned(p, w, dout, *rest):
+        found = plan(p, w, dout, *rest)
+        if dout is not None and found is not None:
+            read.append(p.sums_every)
+        return found
+
+    def empty(call, w):
+        if not operator.is_plain_tensor(w):
+            return usual(call, w)
+        shape = call.sums_shape(w)
+        sizes = (shape[-1], math.prod(shape), shape[-1])
+        before, found, behind = w.new_full((sum(sizes),), torch.nan, dtype=torch.float32).split(sizes)
+        around.extend((before, behind))
+        return found.view(shape)
+
+    def checked(w, *rest):
+        out, membership, sums = forward(w, *rest)
+        _, options, _ = operator.split(TSSACall, rest)
+        if operator.is_plain_tensor(w) and sums.numel():
+            exact, used = saved_sums(w, membership, options), before_steps(sums, options)
+            assert ((sums - exact).abs() <= 2e-6 * exact.abs())[used].all(), "saved sums are others"
+        return out, membership, sums
+
+    with (
+        taking(chosen),
+        mock.patch.object(walking, "plan", planned),
+        mock.patch.object(op, "tssa_causal_fwd", checked),
+        mock.patch.object(TSSACall, "empty_sums", empty),
+        mock.patch.object(cuda, "sums_read_every", cuda.sums_read_every if saves else lambda *_, **__: 0),
+    ):
+        yield read
+    assert all(t.isnan().all() for t in around), "numbers beside saved sums were written"
+
+
+def before_steps(sums, options):
+    """Return which rows of saved sums are before a step of their sequence: all but of packed ones."""
+    if options.cu_seqlens is None:
+        return torch.ones(sums.shape[:2], dtype=torch.bool)
+    lengths = options.cu_seqlens[1:] - options.cu_seqlens[:-1]
+    return (options.sums_every * torch.arange(1, sums.shape[1] + 1))[None] < lengths[:, None].cpu()
+
+
 class Walking:
     """A named call, as ``Persistent`` is one."""
 
@@ -61,8 +124,17 @@ class Walking:
         self.case = testing.Case("tssa", f"walking-{name}", shape, **{**given, "options": options})
 
     def check(self, backend, dtype, device="cpu"):
-        """Hold a call that these kernels take to the error budget; return the largest share of it."""
-        names, share = persistent.within_budget(self.case, backend, dtype, device, taking(self.config))
-        launches = [name for name in names if "dbias" not in name]
-        assert [f"{way}_walking" in name for way, name in zip(("fwd", "bwd"), launches, strict=True)] == [True, True]
-        return share
+        """Hold a call that these kernels take to the error budget; return the largest share of it.
+
+        The backward begins with the sums that the forward saved, and then with those that it finds itself.
+        """
+        _, nheads, seqlen, head_dim = self.case.shape
+        step, shares = step_of(self.config, nheads * head_dim), []
+        for saves in (True, False):
+            with saving(self.config, saves) as read:
+                names, share = persistent.within_budget(self.case, backend, dtype, device, nullcontext())
+            launches = [name for name in names if "dbias" not in name]
+            assert [f"{way}_walking" in name for way, name in zip(("fwd", "bwd"), launches, strict=True)] == [True] * 2
+            assert read == [step if saves and (seqlen or max(self.case.lengths)) > step else 0]
+            shares.append(share)
+        return max(shares)

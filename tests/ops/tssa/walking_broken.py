@@ -59,14 +59,45 @@ BROKEN = {
         "three-steps",
     ),
 }
+# Of the sums that a forward saves.
+_PLACE = "step_sums_place<S>(p, s.index, every, (s.first + n) / every - 1)"
+BROKEN |= {
+    "saved-a-place-early": (_PLACE, _PLACE.replace(" - 1)", " - 1 - (s.first + n > every))"), "three-steps"),
+    "saved-a-token-early": ("/ every + 1) * every - s.first;", "/ every + 1) * every - s.first - 1;", "mixed-norms"),
+    "saved-for-another-sequence": (_PLACE, _PLACE.replace("s.index", "0 * s.index"), "whole-steps"),
+    "saved-not-at-all": ("if (n == next && n < ends) save", "if (n == next && n < 0) save", "three-steps"),
+    "saved-behind-the-end": ("if (n == next && n < ends) save", "if (n == next) save", "whole-steps"),
+    "saved-moments-of-another-head": (
+        "put_vector(saved + v.column(), running);",
+        "put_vector(saved + (v.column() + HEAD_DIM) % S::kWidth, running);",
+        "three-steps",
+    ),
+    "saved-energies-of-another-head": (
+        "put_vector(saved + S::kSums + v.column(), running);",
+        "put_vector(saved + S::kSums + (v.column() + HEAD_DIM) % S::kWidth, running);",
+        "three-steps",
+    ),
+    "saved-mass-of-another-head": (
+        "saved[S::kWidth + v.head] = mass",
+        "saved[S::kWidth + (v.head + 1) % HEADS] = mass",
+        "three-steps",
+    ),
+    "saved-in-another-scale": ("v.head] = mass * kWalkScale;", "v.head] = mass;", "three-steps"),
+    "back-not-walked": ("BACK && p.sums_every == 0", "BACK && p.sums_every < 0", "three-steps"),
+    "back-saved-for-another-sequence": (
+        "step_sums_place<S>(p, s.index, S::kCluster",
+        "step_sums_place<S>(p, s.index / 2, S::kCluster",
+        "whole-steps",
+    ),
+}
 # Of walking_backward.cuh.
 _KEPT = "        tokens.template add<{0}>(0, tile, running, {1});\n"
 _CLUSTER = "    cluster_sync();\n    behind_groups<S, S::k{0}>"
 BROKEN |= {
     "back-groups-not-waited-for": ("    __syncthreads();\n    // Peers may", "    // Peers may", "three-steps"),
     "back-sums-of-one-block": (
-        "    cluster_sync();\n    const int most",
-        "    __syncthreads();\n    const int most",
+        "    cluster_sync();\n    const int number",
+        "    __syncthreads();\n    const int number",
         "three-steps",
     ),
     "back-kept-of-one-block": (

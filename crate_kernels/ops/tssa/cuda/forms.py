@@ -192,7 +192,8 @@ def choose(
 ) -> tuple[TssaProblem, LaunchForm]:
     """Return the sizes of a call, cut into chunks, and its form; ``dout`` is None in a forward.
 
-    ``statistics``: the energies and moments that a backward of the full form reads. ``decoding``: a cache is advanced.
+    ``statistics``: the energies and moments that a backward of the full form reads, or the sums that a causal forward
+    saved. ``decoding``: a cache is advanced.
 
     Raises:
         backends.Refused: tokens have no channels, or too many for the GPU's shared memory.
@@ -205,7 +206,7 @@ def choose(
     if not causal:
         found = persistent.plan(p, w, dout, statistics, call, gpu)
     elif not decoding:
-        found = walking.plan(p, w, dout, call, gpu)
+        found = walking.plan(p, w, dout, call, gpu, *statistics)
     form = _persistent_form(found)
     form = form or (_causal_form if causal else _full_form)(p, w, dout, gpu)
     if form.shared_bytes > gpu.shared_limit:

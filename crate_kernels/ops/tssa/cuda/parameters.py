@@ -7,6 +7,7 @@ from ctypes import c_float, c_int, c_int64, c_uint64
 
 from torch import Tensor
 
+from crate_kernels._core import operator
 from crate_kernels._core.op_checks import contiguous
 from crate_kernels._cuda.records import DTYPES, POINTER, Record
 from crate_kernels.ops.tssa.call import TSSACall
@@ -39,6 +40,7 @@ class TssaProblem(Record):
         ("nchunks", c_int),
         ("chunk_size", c_int),
         ("lanes", c_int),
+        ("sums_every", c_int),
         ("total", c_int64),
         ("cu_seqlens", POINTER),
         ("mask", TssaMask),
@@ -142,11 +144,14 @@ def tokens(t: Tensor, call: TSSACall) -> TssaTokens:
 
 
 def in_vectors(count: int, *tensors: Tensor | None) -> bool:
-    """Return whether ``count`` neighbouring channels of every token can be read at once. Plans know 16 bytes alone."""
+    """Return whether ``count`` neighbouring channels of every token can be read at once. Plans know 16 bytes alone.
+
+    What torch.compile traces has no address, and is taken for aligned.
+    """
     return all(
         t.stride(-1) == 1
         and t.shape[-1] % count == 0
-        and t.data_ptr() % 16 == 0
+        and (not operator.is_plain_tensor(t) or t.data_ptr() % 16 == 0)
         and all(size == 1 or stride % count == 0 for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True))
         for t in tensors
         if t is not None

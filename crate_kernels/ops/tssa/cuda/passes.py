@@ -22,6 +22,7 @@ from crate_kernels.ops.tssa.call import Saved, State, TSSACall
 from crate_kernels.ops.tssa.cuda.forms import LaunchForm, causal_backward_bytes, choose
 from crate_kernels.ops.tssa.cuda.names import DBIAS, SCAN, causal_steps, full_steps, resident
 from crate_kernels.ops.tssa.cuda.parameters import TssaBackward, TssaForward, TssaProblem, TssaSums, tokens
+from crate_kernels.ops.tssa.sums import saved_sums
 
 _TOTAL, _BEFORE, _BEHIND = range(3)  # TssaScan
 _SCAN_COLUMNS, _SCAN_PARTS = 32, 16  # of a block of the scan
@@ -123,7 +124,10 @@ def _causal_backward(p: TssaProblem, form: LaunchForm, a: TssaBackward, sums: li
 def forward(
     w: Tensor, temp: Tensor, denom_bias: Tensor | None, call: TSSACall, causal: bool, state: State | None = None
 ) -> tuple[Tensor, ...]:
-    """Return out, membership and, of the full form, energy and moment. ``state`` is advanced."""
+    """Return out, membership and energy and moment, or, in the causal form, the sums that ``call`` asks for.
+
+    ``state`` is advanced, and then the former two are all.
+    """
     if state is not None:
         op_checks.decode(w, temp, denom_bias, state, call.key_padding_mask)
         for name, tensor in state._asdict().items():
@@ -133,7 +137,11 @@ def forward(
     p, form = choose(w, None, call, causal, decoding=state is not None)
     out, membership = operator.empty_out(w), call.empty_membership(w)
     statistics = () if causal else (call.empty_channels(w), call.empty_channels(w))
-    sums = _sums(w, p, form)
+    sums, saved = _sums(w, p, form), None
+    if p.sums_every:
+        sums[0] = saved = call.empty_sums(w)
+        if call.packed:  # a shorter sequence has no sums at the last places
+            saved.zero_()
     energy, moment = statistics or (None, None)
     a = TssaForward(
         **_shared(p, Saved(w, temp, denom_bias, membership, energy, moment), call, sums),
@@ -142,8 +150,12 @@ def forward(
     if state is not None:
         a.state_energy, a.state_moment, a.state_mass, a.lengths = state
     _run(_causal_forward(p, form, a, sums, state) if causal else _full(p, form, a, sums, False), w.device)
-    if state is not None and form.cuts:  # else the kernel counts
-        state.advance(w, call.key_padding_mask)
+    if state is not None:
+        if form.cuts:  # else the kernel counts
+            state.advance(w, call.key_padding_mask)
+        return out, membership
+    if causal:
+        statistics = (saved_sums(w, membership, call) if saved is None else saved,)
     return out, membership, *statistics
 
 
@@ -168,10 +180,12 @@ def backward(
     dout: Tensor, dmembership: Tensor | None, saved: Saved, call: TSSACall, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return dw, dtemp and, with a bias, its gradient."""
-    w, temp, denom_bias, membership, energy, moment = saved
+    w, temp, denom_bias, membership, energy, moment, saved_before = saved
     if energy is None or moment is None:
+        assert saved_before is not None
         op_checks.backward_causal(dout, dmembership, w, temp, denom_bias, membership, call)
-        statistics = ()
+        op_checks.saved_sums(saved_before, w, call)
+        statistics = (saved_before,)
     else:
         op_checks.backward(dout, dmembership, w, temp, membership, energy, moment, call)
         statistics = energy, moment
@@ -181,7 +195,8 @@ def backward(
     if not causal:
         sums = [*_sums(w, p, form), None]
     elif form.persistent is not None:
-        sums = [w.new_empty(form.persistent.exchanged, dtype=torch.float32), None, None]
+        step = form.cluster * p.chunk_size
+        sums = [saved_before if p.sums_every else call._replace(sums_every=step).empty_sums(w), None, None]
     else:
         sums = [_empty_sums(w, p, form, by_channel=2), *(_empty_sums(w, p, form) for _ in range(2))]
     if sums[2] is None:

@@ -69,7 +69,7 @@ class Persistent(NamedTuple):
 
     Attributes:
         kernel, shape: the launch.
-        exchanged: numbers that clusters which share sequences tell each other, or that one which walks back keeps.
+        exchanged: numbers that clusters which share sequences tell each other.
         counters: how many counters the clusters that share sequences need.
     """
 

@@ -14,7 +14,6 @@ from crate_kernels.ops.tssa import native, timed
 from crate_kernels.ops.tssa.cuda import persistent, walking
 
 _IMAGES = ((4, 48), (8, 48), (16, 48))  # heads and channels of ToST's models of images
-_TEXTS = ((12, 64), (16, 64))  # of its language models
 
 
 def workloads() -> list[Workload]:
@@ -25,7 +24,7 @@ def workloads() -> list[Workload]:
     if launch.gpu(device).capability != persistent.CAPABILITY:
         return []
     images = itertools.product(_IMAGES, (196, 784, 4096), (persistent.FORWARD, persistent.BACKWARD))
-    texts = itertools.product(_TEXTS, (1024,), (walking.FORWARD, walking.BACKWARD))
+    texts = itertools.product(walking.TEXTS, (1024,), (walking.FORWARD, walking.BACKWARD))
     return [
         _workload(table, *shape, seqlen, causal)
         for causal, cases in ((False, images), (True, texts))

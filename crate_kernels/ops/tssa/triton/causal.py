@@ -31,6 +31,7 @@ from torch import Tensor
 from crate_kernels._core import operator
 from crate_kernels.ops.tssa import op_checks
 from crate_kernels.ops.tssa.call import TSSACall
+from crate_kernels.ops.tssa.sums import saved_sums
 from crate_kernels.ops.tssa.triton import quotients, tile
 from crate_kernels.ops.tssa.triton.launch import RUNTIME, TokenSizes, run_causal
 from crate_kernels.ops.tssa.triton.members import softmax_over_heads, sum_over_channels
@@ -184,10 +185,10 @@ def forward_causal(
     temp: Tensor,
     denom_bias: Tensor | None,
     call: TSSACall,
-) -> tuple[Tensor, Tensor]:
-    """Return out and membership of the causal form."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out and membership of the causal form, and the sums that ``call`` asks for."""
     op_checks.forward_causal(w, temp, denom_bias, call)
     sizes = TokenSizes(w, call)
     out, membership = operator.empty_out(w), sizes.empty_rows()
     run_causal(_tssa_causal_fwd_kernel, sizes, causal_arguments(sizes, w, temp, denom_bias, out, membership))
-    return out, membership
+    return out, membership, saved_sums(w, membership, call)

@@ -280,10 +280,12 @@ def backward_causal(
     temp: Tensor,
     denom_bias: Tensor | None,
     membership: Tensor,
+    sums: Tensor,
     call: TSSACall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dw, dtemp and ddenom_bias (empty without a bias)."""
+    """Return dw, dtemp and ddenom_bias (empty without a bias); sums are added up again, whatever was saved."""
     op_checks.backward_causal(dout, dmembership, w, temp, denom_bias, membership, call)
+    op_checks.saved_sums(sums, w, call)
     sizes = TokenSizes(w, call)
     cut, nchunks = causal_tile(CAUSAL_BACKWARD, sizes)
     cut |= head_groups(CAUSAL_BACKWARD, sizes)
@@ -315,12 +317,12 @@ def backward_causal(
     }
     programs = sizes.nsequences * nchunks * cut["ngroups"]
     with launch.guard(sizes.device):
-        for step, sums in zip(_STEPS, (totals, dmoments, None, denergies, None), strict=True):
+        for step, chunks in zip(_STEPS, (totals, dmoments, None, denergies, None), strict=True):
             if step == "DW":
                 arguments["BLOCK_N"] = max(cut["BLOCK_N"] // 2, 1)  # with as many as before it, registers spill
             launch.run(_tssa_causal_bwd_kernel, programs, **arguments, **{s: s == step for s in _STEPS})
-            if sums is not None:
-                scan_chunks(sums, reverse=sums is not totals)
+            if chunks is not None:
+                scan_chunks(chunks, reverse=chunks is not totals)
             if step == "DMEMBERS":
                 _through_softmax(sizes, dlogit, membership, dmembership)
         # Behind the sums of each group's channels there is one of dtemp for each of its heads.
