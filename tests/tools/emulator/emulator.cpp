@@ -50,14 +50,14 @@ class Guarded {
 
 using Context = void* [5];  // of the compiler's own setjmp: five words, where the library's saves all registers
 
-struct Fiber {
-  Thread thread;
-  Guarded stack{kStack};
-  Context context;
-  bool started = false, done = false;
+struct alignas(64) Fiber {
+  Context context;  // in one line of the processor's cache with what it waits for
   const Barrier* waits = nullptr;
   uint64_t generation = 0;
   const std::function<bool()>* until = nullptr;
+  Thread thread;
+  bool started = false, done = false;
+  Guarded stack{kStack};
 };
 
 std::vector<std::unique_ptr<Fiber>> fibers;
@@ -73,8 +73,46 @@ std::string failure;
   __builtin_longjmp(to, 1);
 }
 
+bool runnable(const Fiber& fiber) {
+  if (fiber.done || (fiber.waits != nullptr && fiber.waits->generation == fiber.generation)) return false;
+  return fiber.until == nullptr || (*fiber.until)();
+}
+
+// The lanes of a warp in the order in which they run, and the place of the running one.
+struct Turn {
+  std::unique_ptr<Fiber>* lanes;
+  bool descending;
+  int place;
+
+  Fiber& lane() const { return *lanes[descending ? 31 - place : place]; }
+} turn;
+
+void enter(Fiber& fiber) {
+  fiber.waits = nullptr;
+  fiber.until = nullptr;
+  running = &fiber;
+  current = &fiber.thread;
+  threadIdx.x = current->index;
+  blockIdx.x = current->block->index;
+}
+
+// Goes on in the next lane of the warp that can, else in the scheduler, which starts fibers and counts those that end.
+[[noreturn]] __attribute__((noinline)) void leave_fiber() {
+  while (!running->done && ++turn.place < 32) {
+    Fiber& fiber = turn.lane();
+    if (!runnable(fiber)) continue;
+    if (!fiber.started) {
+      --turn.place;
+      break;
+    }
+    enter(fiber);
+    jump(fiber.context);
+  }
+  jump(scheduler);
+}
+
 __attribute__((noinline)) void suspend() {
-  if (__builtin_setjmp(running->context) == 0) jump(scheduler);
+  if (__builtin_setjmp(running->context) == 0) leave_fiber();
 }
 
 void leave(Barrier& barrier, int live) {
@@ -110,10 +148,7 @@ void loop() {
 }
 
 __attribute__((noinline)) void resume(Fiber& fiber) {
-  running = &fiber;
-  current = &fiber.thread;
-  threadIdx.x = current->index;
-  blockIdx.x = current->block->index;
+  enter(fiber);
   if (__builtin_setjmp(scheduler) == 0) {
     if (fiber.started) jump(fiber.context);
     fiber.started = true;
@@ -125,11 +160,6 @@ __attribute__((noinline)) void resume(Fiber& fiber) {
     makecontext(&entry, loop, 0);
     swapcontext(&first_entry, &entry);
   }
-}
-
-bool runnable(const Fiber& fiber) {
-  if (fiber.done || (fiber.waits != nullptr && fiber.waits->generation == fiber.generation)) return false;
-  return fiber.until == nullptr || (*fiber.until)();
 }
 
 void on_fault(int signal, siginfo_t*, void*) {
@@ -233,6 +263,7 @@ class Together {
           first + n, n, n % cluster_, shared, bytes_, {}, static_cast<int>(threads_), {}, &clusters_[n / cluster_]};
     }
     for (Warp& warp : warps_) warp = {{}, {}, {}, nullptr, 32};
+    stops_.assign(warps_.size(), {});
     for (unsigned n = 0; n < count_ * threads_; ++n) {
       Fiber& fiber = *fibers[n];
       fiber.thread = {&group_, &blocks_[n / threads_], &warps_[n / 32], n % threads_};
@@ -244,18 +275,38 @@ class Together {
 
   // Runs every lane that can run. Returns false if there was none.
   bool run_warp(int64_t warp, int64_t& left) {
+    const Stop& stop = stops_[warp];
+    if (stop.at != nullptr && stop.at->generation == stop.generation) return false;
+    turn = {&fibers[warp * 32], device().descending, 0};
     bool moved = false;
-    for (int n = 0; n < 32; ++n) {
-      Fiber& fiber = *fibers[warp * 32 + (device().descending ? 31 - n : n)];
+    for (; turn.place < 32; ++turn.place) {
+      Fiber& fiber = turn.lane();
       if (!runnable(fiber)) continue;
       moved = true;
-      fiber.waits = nullptr;
-      fiber.until = nullptr;
       resume(fiber);
       if (failed) throw_failure();
-      left -= fiber.done;
+      left -= running->done;
     }
+    if (!moved) stops_[warp] = stop_of(warp);
     return moved;
+  }
+
+  // The one barrier that all lanes of a warp wait for that have not returned.
+  struct Stop {
+    const Barrier* at = nullptr;
+    uint64_t generation = 0;
+  };
+
+  static Stop stop_of(int64_t warp) {
+    static const Barrier nowhere;
+    Stop found = {&nowhere, 0};
+    for (int n = 0; n < 32; ++n) {
+      const Fiber& fiber = *fibers[warp * 32 + n];
+      if (fiber.done) continue;
+      if (found.at == &nowhere) found = {fiber.waits, fiber.generation};
+      if (found.at != fiber.waits || found.generation != fiber.generation) return {};
+    }
+    return found;
   }
 
   unsigned threads_, cluster_, count_;
@@ -263,6 +314,7 @@ class Together {
   std::vector<Block> blocks_;
   std::vector<Cluster> clusters_;
   std::vector<Warp> warps_;
+  std::vector<Stop> stops_;
   std::vector<std::unique_ptr<Guarded>> memory_;
   Group group_;
 };

@@ -14,20 +14,16 @@ namespace {
 
 void multiply(void* const* lanes, bool half) {
   ++products;
-  float a[16][16], b[16][8], d[16][8];
+  uint32_t a[16][8], b[8][8];
+  float d[16][8];
   for (int lane = 0; lane < 32; ++lane) {
     const Product& p = *static_cast<const Product*>(lanes[lane]);
     const int g = lane / 4, t = lane % 4;
-    for (int which = 0; which < 2; ++which) {
-      const auto of = [=](uint32_t pair) {
-        return emulator::to_number(static_cast<uint16_t>(pair >> 16 * which), half);
-      };
-      for (int i = 0; i < 4; ++i) a[g + i % 2 * 8][2 * t + which + i / 2 * 8] = of(p.a[i]);
-      for (int i = 0; i < 2; ++i) b[2 * t + which + i * 8][g] = of(p.b[i]);
-    }
+    for (int i = 0; i < 4; ++i) a[g + i % 2 * 8][t + i / 2 * 4] = p.a[i];
+    for (int i = 0; i < 2; ++i) b[g][t + i * 4] = p.b[i];
     for (int i = 0; i < 4; ++i) d[g + i / 2 * 8][2 * t + i % 2] = p.d[i];
   }
-  emulator::multiply_tile(a, b, d);
+  emulator::multiply_tile(a, b, d, half);
   for (int lane = 0; lane < 32; ++lane) {
     const Product& p = *static_cast<const Product*>(lanes[lane]);
     for (int i = 0; i < 4; ++i) p.d[i] = d[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2];
