@@ -167,6 +167,27 @@ def generating(family, **changes):
     return run
 
 
+def patched_in_fully_sharded_blocks(mesh):
+    """What this process has of the blocks is patched, and unpatched; sharding changes the class of a block too."""
+    torch.manual_seed(0)
+    crate = published.Block(published.Attention(), published.FeedForward())
+    causal = published.Block(published.CausalAttention(), published.Overcomplete())
+    model = nn.Sequential(crate, causal, published.Block(published.VisionTSSA(), nn.GELU()))
+    expected, _, *expected_grads = published.outcome(model, published.tokens())
+    for part in (crate.code, *model, model):
+        fully_shard(part, mesh=mesh)
+    report = patch(model)
+    kinds = {"0.attn": "mssa", "0.code": "ista", "1.attn": "causal mssa", "1.code": "ista_overcomplete"}
+    assert report.replaced == {**kinds, "2.attn": "tssa"}, report
+    out = model(published.tokens())
+    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)))
+    grads: list[Any] = [p.grad for p in model.parameters()]
+    whole = [out.detach(), *(grad.full_tensor() for grad in grads)]
+    published.assert_close(whole, [expected, *expected_grads], 64)
+    assert len(unpatch(model)) == 5
+    published.assert_close([model(published.tokens()).detach()], [expected], 64)
+
+
 def three_heads_on_two_processes(mesh):
     module = parallelize_module(made(lambda: MSSA(DIM, 3, 4)), mesh, QKV)
     with pytest.raises(
@@ -308,6 +329,7 @@ ON_MESH = {
         r"patch: the projection must be whole, 16 wide, got 8: the softmax is over the heads",
     ),
     "patched-data-parallel": in_distributed_data_parallel,
+    "patched-fully-sharded": patched_in_fully_sharded_blocks,
     "heads-odd": three_heads_on_two_processes,
     "heads-tssa": refused(
         lambda: TSSA(DIM, HEADS),

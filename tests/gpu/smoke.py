@@ -126,11 +126,11 @@ def clusters(kind, case, dtype):
     return {"share": round(kind(case).check("cpp", dtype, "cuda"), 3)}
 
 
-def generation(name, device="cuda"):
+def generation(name, device="cuda", **sizes):
     """Hold the tokens of replayed steps of generation to those of called ones; in fp32, where ties are rare."""
     torch.manual_seed(0)
-    model = models.create(name, n_layer=2, block_size=128).to(device)
-    prompts = [torch.randint(50257, (size,), device=device) for size in (9, 30, 17)]
+    model = models.create(name, n_layer=2, block_size=128, **sizes).to(device)
+    prompts = [torch.randint(model.config.vocab_size, (size,), device=device) for size in (9, 30, 17)]
     called, replayed = (model.generate(prompts, 60, temperature=0, cuda_graph=graph) for graph in (False, True))
     if not all(map(torch.equal, called, replayed)):
         raise AssertionError("replayed tokens differ from those of called steps")

@@ -59,11 +59,12 @@ def test_the_calls_that_a_timed_gpu_takes_elsewhere_are_held_to_float64(op, size
 
 def test_generation_by_a_captured_step_is_held_to_called_ones(monkeypatch):
     graphs.stand_in(monkeypatch)
-    assert smoke.generation("crate_lm_base", "cpu") == {"tokens": 180}
+    small = {"n_embd": 24, "n_head": 2, "vocab_size": 101}
+    assert smoke.generation("crate_lm_base", "cpu", **small) == {"tokens": 180}
     assert [graph.replays for graph in graphs.Graph.made] == [56]
     monkeypatch.setattr(graphs.Graph, "replay", lambda graph: None)
     with pytest.raises(AssertionError, match="replayed tokens differ"):
-        smoke.generation("crate_lm_base", "cpu")
+        smoke.generation("crate_lm_base", "cpu", **small)
 
 
 def test_persistent_products_are_held_to_float64_where_a_gpu_has_them(monkeypatch):

@@ -5,11 +5,9 @@
 import copy
 import pickle
 import warnings
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, prune
@@ -17,17 +15,14 @@ from torch.nn.utils import parametrizations, prune
 from crate_kernels._patch.api import patch, unpatch
 from tests.patch.published import (
     Attention,
-    Block,
     CausalAttention,
     FeedForward,
-    Overcomplete,
     VisionTSSA,
     assert_close,
     outcome,
     system,
     tokens,
 )
-from tests.tools import processes
 
 
 class LowRank(nn.Module):
@@ -137,34 +132,3 @@ def test_copies(name):
         assert torch.equal(other(tokens()), model(tokens()))
         assert [type(m) for m in other.modules()] == [type(m) for m in model.modules()]
         other.load_state_dict(model.state_dict())
-
-
-def sharded(rank, store):
-    """Shard blocks over two processes, patch what one process has of them, and compare with the whole."""
-    from torch.distributed.fsdp import fully_shard
-
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    try:
-        torch.manual_seed(0)
-        crate, tost = Block(Attention(), FeedForward()), Block(VisionTSSA(), nn.GELU())
-        model = nn.Sequential(crate, Block(CausalAttention(), Overcomplete()), tost)
-        expected, _, *expected_grads = outcome(model, tokens())
-        fully_shard(crate.code)  # sharding changes its class too
-        for block in (*model, model):
-            fully_shard(block)
-        report = patch(model)
-        kinds = {"0.attn": "mssa", "0.code": "ista", "1.attn": "causal mssa", "1.code": "ista_overcomplete"}
-        assert report.replaced == {**kinds, "2.attn": "tssa"}, report
-        out = model(tokens())
-        out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)))
-        grads: list[Any] = [p.grad for p in model.parameters()]
-        assert_close([out.detach(), *(grad.full_tensor() for grad in grads)], [expected, *expected_grads], 64)
-        assert len(unpatch(model)) == 5
-        assert_close([model(tokens()).detach()], [expected], 64)
-        dist.barrier()  # a process that ends while the other still sends ends it too
-    finally:
-        dist.destroy_process_group()
-
-
-def test_sharded_parameters(tmp_path):
-    processes.spawn(sharded, (str(tmp_path / "store"),), 2)

@@ -98,7 +98,7 @@ class Heads:
     def __init__(self, case, dtype, spread=1.0, device="cpu"):
         self.head_dim, self.seqlen, given = self.cases[case] if isinstance(case, str) else case
         self.lengths, self.keep, self.dlse = given.get("lengths"), None, None
-        batch = len(given["kept"]) if isinstance(given.get("kept"), tuple) else self.batch
+        batch = len(given["kept"]) if isinstance(given.get("kept"), tuple) else given.get("batch", self.batch)
         shape = (batch, 2, self.seqlen, self.head_dim)
         if self.lengths is not None:
             shape = (sum(self.lengths), 2, self.head_dim)

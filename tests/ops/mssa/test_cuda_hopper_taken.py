@@ -10,11 +10,14 @@ from crate_kernels.cli.tune import judge
 from crate_kernels.ops.mssa import timed
 from crate_kernels.ops.mssa.cuda import heads, long_pairs, long_rows
 from tests.ops import test_uncovered
+from tests.ops.mssa.heads import CAUSAL as CAUSAL_TOKENS
 from tests.ops.mssa.heads import Heads, LongPairs, LongRows
 from tests.ops.mssa.hopper import both_ways, taking
 from tests.tools.emulator import emulated
 
 EXHAUSTIVE = pytest.mark.exhaustive
+# Of long rows, a few tokens more than two tiles of 128 and a block of 192 rows.
+PADDED, CAUSAL = (64, 290, {"kept": (290, 200)}), (64, 300, {**CAUSAL_TOKENS, "lse": True})
 
 
 @pytest.mark.parametrize(
@@ -32,7 +35,8 @@ def test_nothing_takes_them_by_default(kind, case, usual, hopper, backend):
     [
         *((Heads, case) for case in ("lse", "packed", "causal-padded")),
         *(pytest.param(Heads, case, marks=EXHAUSTIVE) for case in ("197-tokens", "padded", "causal", "causal-packed")),
-        *((LongRows, case) for case in ("packed", "causal")),
+        (LongRows, "packed"),
+        pytest.param(LongRows, CAUSAL, id="LongRows-causal"),
         *(pytest.param(LongRows, case, marks=EXHAUSTIVE) for case in ("257-tokens", "padded", "causal-packed")),
         *(pytest.param(LongPairs, case, marks=EXHAUSTIVE) for case in ("257-tokens", "packed", "causal-padded")),
     ],
@@ -116,13 +120,18 @@ def test_what_they_do_not_serve_runs_as_before(name, hopper, backend):
     "dtype", [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float16, id="fp16", marks=EXHAUSTIVE)]
 )
 @pytest.mark.parametrize(
-    ("kind", "name", "token"),
-    [(Heads, "padded", 150), (Heads, "causal", 150), (LongRows, "padded", 300), (LongRows, "causal", 300)],
+    ("kind", "case", "token"),
+    [
+        pytest.param(Heads, "padded", 150, id="Heads-padded-150"),
+        pytest.param(Heads, "causal", 150, id="Heads-causal-150"),
+        pytest.param(LongRows, PADDED, 280, id="LongRows-padded-280"),
+        pytest.param(LongRows, CAUSAL, 280, id="LongRows-causal-280"),
+    ],
 )
-def test_heads_out_of_range_are_those_of_the_other_kernels(kind, name, token, dtype, hopper, backend):
+def test_heads_out_of_range_are_those_of_the_other_kernels(kind, case, token, dtype, hopper, backend):
     """Bit for bit, causal from the first row that is. Others have the bits that they have without them."""
-    first = token + 1 if name == "causal" else 0
-    near = kind(name, dtype)
+    near = kind(case, dtype)
+    first = token + 1 if near.options["causal"] else 0
     w = near.w.clone()
     w[:, 1, token] *= 15
     mixed = near.with_tokens(w)
