@@ -28,15 +28,21 @@ def kernels(op, capability=None):
     return [*planner.kernels(), *own()]
 
 
-def compiled(compiler, kernel, capability):
-    """Compile a kernel; return the cubin, and the report on every kernel in it.
+def built(compiler, kernel, capability, *others):
+    """Compile a kernel, and others of its header by their names.
 
     The assembler may not wait for products of warp groups where the program does not: it says so by C75xx.
     """
-    options = [*cubins.options(compiler), "--ptxas-options=-v"]
+    options, names = [*cubins.options(compiler), "--ptxas-options=-v"], [kernel.name, *others]
     texts = sources.headers(kernel.header)
-    made = compiler.compile(sources.unit(kernel), compiler.architecture(capability), options, texts, [kernel.name])
+    made = compiler.compile(sources.unit(kernel), compiler.architecture(capability), options, texts, names)
     assert "(C75" not in made.said, made.said
+    return made
+
+
+def compiled(compiler, kernel, capability):
+    """Compile a kernel; return the cubin, and the report on every kernel in it."""
+    made = built(compiler, kernel, capability)
     return made.binary, report.kernels(made.said)
 
 

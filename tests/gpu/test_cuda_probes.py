@@ -77,15 +77,6 @@ def test_clocks_are_of_one_instruction_and_not_of_the_first_round(monkeypatch):
     }
 
 
-def compiled(name, header):
-    """Compile a kernel for sm_90a; return its cubin, and what the assembler says of it."""
-    cubin, said = resources.compiled(compilers.needed(), Kernel(header, f"probe::{name}"), 90)
-    kernel = name.partition("<")[0]
-    (own,) = (one for one in said if kernel in one.name)
-    assert own.spills == 0
-    return cubin, kernel
-
-
 PROBES = (
     *dict.fromkeys(f"product_kernel<{probes.records.CPP_TYPES[dtype]}, {n}>" for dtype, n in probes.WIDTHS),
     "matrices_kernel",
@@ -96,16 +87,27 @@ PROBES = (
 
 @pytest.mark.parametrize("name", PROBES)
 def test_what_reads_bits_compiles_and_spills_nothing(name):
-    compiled(name, probes.BITS)
+    _, said = resources.compiled(compilers.needed(), Kernel(probes.BITS, f"probe::{name}"), 90)
+    (own,) = (one for one in said if name.partition("<")[0] in one.name)
+    assert own.spills == 0
+
+
+@pytest.fixture(scope="module")
+def clocks():
+    """Return the kernels that time instructions as machine code for sm_90a, by what they time."""
+    from tests.tools.aot import harness
+
+    names = [f"probe::clocks_kernel<probe::{timed}>" for timed in probes.TIMED]
+    made = resources.built(compilers.needed(), Kernel(probes.CLOCKS, names[0]), 90, *names[1:])
+    said = resources.report.kernels(made.said)
+    assert [one.spills for one in said if "clocks_kernel" in one.name] == [0] * len(names)
+    functions = {one.name: one for one in harness.disassembled(made.binary)}
+    return {timed: functions[made.names[name]] for timed, name in zip(probes.TIMED, names, strict=True)}
 
 
 @pytest.mark.parametrize("name", probes.TIMED)
-def test_between_clocks_is_what_they_time(name):
-    from tests.tools.aot import harness
-
-    cubin, kernel = compiled(f"clocks_kernel<probe::{name}>", probes.CLOCKS)
-    (function,) = (one for one in harness.disassembled(cubin) if kernel in one.name)
-    runs, counts = function.instructions, []
+def test_between_clocks_is_what_they_time(name, clocks):
+    runs, counts = clocks[name].instructions, []
     read = [n for n, one in enumerate(runs) if one.name == "CS2R" and "SR_CLOCK" in one.operands[-1]]
     assert len(read) == 3
     for start, stop in pairwise(read):
