@@ -38,6 +38,7 @@ FLAGS = (
     "-fsanitize=alignment",
     "-fsanitize-undefined-trap-on-error",
 )
+KERNEL_FLAGS = (*FLAGS, "-O1")  # most of them run for some milliseconds, once
 LIBRARY_FLAGS = (f"-DTORCH_TARGET_VERSION={libraries.TORCH_TARGET}",)
 _FROM_CSRC = re.compile(r'^#include "\.\./\.\./\.\./csrc/(.+)"$', re.MULTILINE)
 
@@ -78,7 +79,7 @@ def build():
     texts = [path.read_text() for path in EMULATOR]
     headers = [sorted(sources.headers(name).items()) for name in _FROM_CSRC.findall("\n".join(texts))]
     # What is compiled beforehand is of one compiler and one PyTorch.
-    key = hashlib.sha256(repr((find_cxx(), torch.__version__, FLAGS, LIBRARY_FLAGS, texts, headers)).encode())
+    key = hashlib.sha256(repr((find_cxx(), torch.__version__, KERNEL_FLAGS, LIBRARY_FLAGS, texts, headers)).encode())
     target = Path.home() / ".cache" / "crate_kernels" / f"emulated-{key.hexdigest()[:16]}" / "_emulated.so"
     with ninja_build.locked(target.parent):
         if not target.exists():
@@ -101,7 +102,7 @@ def _compile(target):
         for header in ("emulator.h", "entry.h"):
             shutil.copy(HERE / header, target.parent)
         entry, precompiled = target.parent / "entry.h", Path(scratch) / "entry.h.gch"
-        run([*compiler, *FLAGS, *searched(), "-x", "c++-header", str(entry), "-o", str(precompiled)])
+        run([*compiler, *KERNEL_FLAGS, *searched(), "-x", "c++-header", str(entry), "-o", str(precompiled)])
         os.replace(precompiled, target.parent / precompiled.name)
         linked = Path(scratch) / target.name
         folders = [f"-L{path}" for path in library_paths()]

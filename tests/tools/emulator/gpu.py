@@ -77,10 +77,10 @@ class Emulated:
 
 def build(kernel, types, emulator):
     """Return the library of a kernel, compiled if it is not there yet."""
-    from tests.tools.emulator.emulated import FLAGS, run, searched
+    from tests.tools.emulator.emulated import KERNEL_FLAGS, run, searched
 
     unit = f"{sources.unit(kernel, types)}EMULATED_ENTRY({kernel.name})\n"
-    known = (FLAGS, unit, sorted(sources.headers(kernel.header).items()), str(emulator))
+    known = (KERNEL_FLAGS, unit, sorted(sources.headers(kernel.header).items()), str(emulator))
     target = emulator.parent / hashlib.sha256(repr(known).encode()).hexdigest()[:16] / "kernel.so"
     if target.exists():
         return target
@@ -90,7 +90,7 @@ def build(kernel, types, emulator):
             source.write_text(unit)
             precompiled = ["-include", str(emulator.parent / "entry.h")]  # g++ takes entry.h.gch, which is beside it
             paths = [*searched(), "-I", str(libraries.source_folder())]
-            command = [*shlex.split(get_cxx_compiler()), *FLAGS, *precompiled, *paths, "-Wno-invalid-offsetof"]
+            command = [*shlex.split(get_cxx_compiler()), *KERNEL_FLAGS, *precompiled, *paths, "-Wno-invalid-offsetof"]
             run([*command, "-Winvalid-pch", "-shared", str(source), str(emulator), "-o", str(linked)])
             os.replace(linked, target)
     return target
