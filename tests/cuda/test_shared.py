@@ -12,6 +12,7 @@ from crate_kernels._native import libraries
 from crate_kernels.ops.mssa.cuda import heads, hopper, long_pairs, long_rows, plain
 from crate_kernels.ops.tssa.cuda import forms, persistent, walking
 from crate_kernels.ops.tssa.cuda.parameters import TssaProblem
+from tests.tools import compiling
 from tests.tools.emulator import emulated
 
 SIDES = {False: "false", True: "true"}
@@ -145,7 +146,7 @@ def taken(tmp_path_factory):
     (folder / "sizes.cpp").write_text(source)
     found = ["-include", str(built / "entry.h"), *emulated.searched(), "-I", str(libraries.source_folder())]
     made = [str(folder / "sizes.cpp"), "-o", str(folder / "sizes")]
-    emulated.run([*shlex.split(get_cxx_compiler()), "-std=c++17", *found, *made])
+    compiling.run([*shlex.split(get_cxx_compiler()), "-std=c++17", *found, *made])
     printed = subprocess.run([folder / "sizes"], capture_output=True, text=True, check=True).stdout
     return dict(zip(expressions, map(int, printed.split()), strict=True))
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shlex
 import shutil
 import struct
 import subprocess
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from crate_kernels._native import libraries, ninja_build
+from tests.tools import compiling
 
 HERE = Path(__file__).parent
 STANDIN = HERE.parent / "standin"
@@ -135,18 +134,6 @@ def _compile(command, folder, target):
     ours = (path for path in sorted(folder.rglob("*.cpp")) if path.name not in _OF_PYTORCH)
     sources = [HERE / "remote.cpp", *ours]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        objects = [Path(scratch) / f"{number}.o" for number in range(len(sources))]
-
-        def compile_one(source, output):
-            _run([*command, "-c", str(source), "-o", str(output)])
-
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            list(pool.map(compile_one, sources, objects))
-        linked = Path(scratch) / target.name
-        _run([*command, *map(str, objects), "-o", str(linked)])
+        linked, objects = Path(scratch) / target.name, compiling.objects(command, sources, Path(scratch))
+        compiling.run([*command, *objects, "-o", linked])
         os.replace(linked, target)
-
-
-def _run(command):
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"

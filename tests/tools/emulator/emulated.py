@@ -5,10 +5,8 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -17,7 +15,7 @@ from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_p
 from crate_kernels._cuda import sources
 from crate_kernels._native import libraries, ninja_build
 from crate_kernels._native.compilers import find_cxx
-from tests.tools import natives
+from tests.tools import compiling, natives
 from tests.tools.emulator import gpu
 
 HERE = Path(__file__).parent
@@ -92,29 +90,18 @@ def _compile(target):
     flags = [*FLAGS, *LIBRARY_FLAGS, "-include", str(HERE / "emulator.h"), *searched()]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         files = [path for path in EMULATOR if path.suffix != ".h"]
-        objects = [Path(scratch) / f"{number}.o" for number in range(len(files))]
-
-        def compile_one(source, output):
-            run([*compiler, *flags, "-x", "c++", "-c", str(source), "-o", str(output)])
-
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(compile_one, files, objects))
+        objects = compiling.objects([*compiler, *flags], files, Path(scratch))
         for header in ("emulator.h", "entry.h"):
             shutil.copy(HERE / header, target.parent)
         entry, precompiled = target.parent / "entry.h", Path(scratch) / "entry.h.gch"
-        run([*compiler, *KERNEL_FLAGS, *searched(), "-x", "c++-header", str(entry), "-o", str(precompiled)])
+        compiling.run([*compiler, *KERNEL_FLAGS, *searched(), "-x", "c++-header", entry, "-o", precompiled])
         os.replace(precompiled, target.parent / precompiled.name)
         linked = Path(scratch) / target.name
         folders = [f"-L{path}" for path in library_paths()]
-        run([*compiler, "-shared", *map(str, objects), *folders, "-ltorch_cpu", "-o", str(linked)])
+        compiling.run([*compiler, "-shared", *objects, *folders, "-ltorch_cpu", "-o", linked])
         os.replace(linked, target)
 
 
 def searched():
     """Return the options by which g++ finds PyTorch's headers."""
     return [word for path in include_paths() for word in ("-isystem", path)]
-
-
-def run(command):
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"

@@ -14,6 +14,7 @@ from torch.utils.cpp_extension import get_cxx_compiler
 
 from crate_kernels._cuda import launch, sources
 from crate_kernels._native import driver, libraries, ninja_build
+from tests.tools import compiling
 from tests.tools.plans import standin
 
 KERNEL_FAILED = 999
@@ -77,7 +78,7 @@ class Emulated:
 
 def build(kernel, types, emulator):
     """Return the library of a kernel, compiled if it is not there yet."""
-    from tests.tools.emulator.emulated import KERNEL_FLAGS, run, searched
+    from tests.tools.emulator.emulated import KERNEL_FLAGS, searched
 
     unit = f"{sources.unit(kernel, types)}EMULATED_ENTRY({kernel.name})\n"
     known = (KERNEL_FLAGS, unit, sorted(sources.headers(kernel.header).items()), str(emulator))
@@ -91,6 +92,6 @@ def build(kernel, types, emulator):
             precompiled = ["-include", str(emulator.parent / "entry.h")]  # g++ takes entry.h.gch, which is beside it
             paths = [*searched(), "-I", str(libraries.source_folder())]
             command = [*shlex.split(get_cxx_compiler()), *KERNEL_FLAGS, *precompiled, *paths, "-Wno-invalid-offsetof"]
-            run([*command, "-Winvalid-pch", "-shared", str(source), str(emulator), "-o", str(linked)])
+            compiling.run([*command, "-Winvalid-pch", "-shared", source, emulator, "-o", linked])
             os.replace(linked, target)
     return target

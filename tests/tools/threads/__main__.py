@@ -5,8 +5,9 @@ import os
 import shlex
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from tests.tools import compiling
 
 HERE = Path(__file__).parent
 STANDIN = HERE.parent / "standin"  # headers in place of PyTorch's
@@ -17,7 +18,7 @@ FLAGS = (
     "-std=c++17", "-O1", "-g1", "-fsanitize=thread", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
     "-Wno-ignored-attributes", "-DTORCH_TARGET_VERSION=0", f"-I{STANDIN}",
 )  # fmt: skip
-REPLACED = {"parallel": "-Dclock_gettime=frozen_clock", "arena": "-Dposix_memalign=patient_memalign"}  # by main.cpp
+REPLACED = {"parallel": ["-Dclock_gettime=frozen_clock"], "arena": ["-Dposix_memalign=patient_memalign"]}  # by main.cpp
 REPORT = "WARNING: ThreadSanitizer: data race"
 
 
@@ -54,20 +55,12 @@ def build(out, levels):
     sources = [*HERE.glob("*.cpp"), *(common / f"{name}.cpp" for name in ("arena", "capability", "parallel"))]
     sources += [common / "isa" / f"{op}_{level}.cpp" for op in OPERATORS for level in levels if has(op, level)]
     compiler = shlex.split(os.environ.get("CXX", "g++"))
-
-    def compile_one(source):
-        extra = [REPLACED[source.stem]] if source.stem in REPLACED else []
-        target = out / f"{source.stem}.o"
-        subprocess.run([*compiler, *FLAGS, *extra, "-c", source, "-o", target], check=True)
-        return target
-
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        objects = list(pool.map(compile_one, sources))
+    objects = compiling.objects([*compiler, *FLAGS], sources, out, lambda source: REPLACED.get(source.stem, []))
     program = out / "threads"
     # The table of a level that is not compiled is the portable one's; no case asks for it.
     absent = [(op, level) for op in OPERATORS for level in LEVELS[1:] if level not in levels and has(op, level)]
     names = [f"-Wl,--defsym={mangled(op, level)}={mangled(op, 'portable')}" for op, level in absent]
-    subprocess.run([*compiler, "-fsanitize=thread", *objects, *names, "-o", program], check=True)
+    compiling.run([*compiler, "-fsanitize=thread", *objects, *names, "-o", program])
     return program.resolve()
 
 
