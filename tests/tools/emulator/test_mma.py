@@ -24,6 +24,17 @@ def test_a_product_is_that_of_its_fragments(dtype, library):
 
 
 @DTYPES
+def test_every_number_is_multiplied_as_it_is(dtype, library):
+    """Subnormal ones too."""
+    numbers = torch.arange(1 << 16).to(torch.int16).view(dtype)
+    for a in torch.where(numbers.isfinite(), numbers, 0).view(-1, 16, 16):
+        for first in (0, 8):
+            out, chosen = torch.zeros(16, 8), torch.eye(16, dtype=dtype)[:, first : first + 8].contiguous()
+            library.probe_product(a, chosen, out)
+            assert torch.equal(out, a[:, first : first + 8].float())
+
+
+@DTYPES
 @pytest.mark.parametrize("access", ["wide", "narrow", "strided"])
 @pytest.mark.parametrize(
     ("dim", "head_dim"), [(16, 16), (32, 24), (48, 48), (64, 40), (64, 64), (96, 96), (128, 72), (128, 128), (256, 256)]

@@ -15,7 +15,15 @@ pytestmark = pytest.mark.skipif(extension.PATH is None, reason="needs python -m 
 PLANS = {"no_grad": 1, "grad": 1, "both": 2}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.bfloat16, id="bf16"),
+        pytest.param(
+            torch.float32, id="fp32", marks=pytest.mark.exhaustive
+        ),  # of which tests/ops/test_plans.py has all
+    ],
+)
 def test_every_timed_call_is_a_plan(dtype, tmp_path):
     with drivers.idle(tmp_path):
         for name, given in host.calls(dtype).items():
