@@ -18,6 +18,8 @@ from tests.cuda import compilers, report
 
 RECORDED = Path(__file__).with_suffix(".json")
 CAPABILITIES = (75, 80, 90)
+# Of a multiprocessor of sm_90; a block takes so many bytes of shared memory beside its own.
+REGISTERS, THREADS, BLOCKS, SHARED, RESERVED = 65536, 2048, 32, 233472, 1024
 PLANNED = tuple(op for op in backends.OPS if backends._is_there(f"crate_kernels.ops.{op}.cuda"))
 
 
@@ -53,6 +55,12 @@ def measured(compiler, op, capability):
         for one in compiled(compiler, kernel, capability)[1]:
             found[one.name] = [one.registers, one.spills, one.shared]
     return found
+
+
+def blocks_per_multiprocessor(registers, threads, shared):
+    """Return how many blocks a multiprocessor of sm_90 has at once."""
+    warps = REGISTERS // (-(-registers // 8) * 8 * 32)  # registers are given to warps in units of 256
+    return min(warps // (threads // 32), SHARED // (shared + RESERVED), THREADS // threads, BLOCKS)
 
 
 def main(argv=None):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from crate_kernels._cuda import cubins, sources
+from crate_kernels.ops.mssa.cuda import heads
 from tests.cuda import compilers, resources
 
 RECORDED = json.loads(resources.RECORDED.read_text())
@@ -46,6 +47,7 @@ def test_the_record_is_of_every_kernel(op, capability):
 HOPPER = (
     "head_forward_kernel<bf16, 64, 208, false>",
     "head_backward_kernel<bf16, 64, 208, false, false>",
+    "head_backward_kernel<bf16, 128, 208, true, false>",
     "long_forward_kernel<bf16, 64, true>",
     "long_backward_kernel<bf16, 64, false>",
     "long_pairs_kernel<bf16, 64, false>",
@@ -61,6 +63,17 @@ def test_a_kernel_of_hopper_spills_nothing(name):
     assert found.spills == 0
     if "{}.{}".format(*compiler.version) == RECORDED["nvrtc"]:
         assert found.registers <= RECORDED["kernels"]["mssa"]["sm_90"][kernel.name][0]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", range(16, 129, 16))
+def test_no_kernel_of_whole_heads_spills(dim, causal):
+    """Of any length; registers are recorded of a few."""
+    compiler, every = compilers.needed(), heads.every_kernel(dim, causal)
+    found = [one for kernel in every for one in resources.compiled(compiler, kernel, 90)[1]]
+    assert len(found) == len(every) > 0
+    assert {one.name: one.spills for one in found if one.spills} == {}
 
 
 def test_a_part_is_recorded_and_the_rest_is_left(tmp_path, monkeypatch):

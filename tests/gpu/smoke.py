@@ -231,9 +231,9 @@ def of_hopper(dtype):
     found, name = {}, str(dtype).removeprefix("torch.")
     every = (
         ("heads backward", heads.Heads, heads.CASES),
-        ("rows backward", heads.LongRows, heads.LONG_CASES),
-        ("pairs backward", heads.LongPairs, heads.LONG_CASES),
-        ("heads forward", heads.Heads, {**heads.CASES, **heads.FORWARD_CASES}),
+        ("rows backward", heads.LongRows, heads.LongRows.cases),
+        ("pairs backward", heads.LongPairs, heads.LongPairs.cases),
+        ("heads forward", heads.Heads, heads.Heads.cases),
         ("rows forward", heads.LongRows, heads.LONG_CASES),
     )
     for what, kind, cases in every:

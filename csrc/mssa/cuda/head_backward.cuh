@@ -169,6 +169,7 @@ __global__ void __launch_bounds__(HeadBackwardShape<T, DIM, ROWS, MASKED, CAUSAL
     const bool none = maximum == -INFINITY;  // no row has a key
     const float c = none ? 0.0f : maximum - S::kTop;
     const bool fits = none || BackwardRange<T>::holds(minimum, maximum);
+    if (threadIdx.x == 0) call.left[index] = fits ? 0 : head.length;
     float unit = 1.0f;
     if (fits) {
       if constexpr (S::kHalf) unit = gradient_unit<S>(call, head, place, stage + S::kTokens);
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(HeadBackwardShape<T, DIM, ROWS, MASKED, CAUSAL
       } else {
         gradient.template walk_all<0>();
       }
-      const uint32_t own = base + S::kStagingAt + (place.group * 4 + place.warp) * S::kPanels * 16 * kRowBytes;
+      const uint32_t own = base + S::kStagingAt + fresh(place.group * 4 + place.warp) * S::kPanels * 16 * kRowBytes;
       stage_rows<T, DIM>(own, gradient.acc, 1.0f / unit, 1.0f / unit, place.lane());
       __syncwarp();
       const Head own_head(call, fresh(index));
@@ -217,7 +218,6 @@ __global__ void __launch_bounds__(HeadBackwardShape<T, DIM, ROWS, MASKED, CAUSAL
         if (mine) add_tail<S>(call, Head(call, fresh(index)), gradient, 1.0f / unit);
       }
     }
-    if (threadIdx.x == 0) call.left[index] = fits ? 0 : head.length;
     barrier_sync(kAllThreads, S::kThreads);  // before anything of this head is written over
     if (S::kStages == 2) {
       stage = 2 * base + S::kStage - stage;

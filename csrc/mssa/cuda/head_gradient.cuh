@@ -90,6 +90,9 @@ struct HeadGradient {
   // Begins the products of the warp group's rows with COLUMNS columns from `column` on: s, then t, in two groups.
   template <int COLUMNS, Side SIDE>
   CRATE_DEVICE void start(Sums<COLUMNS, SIDE>& sums, int column) const {
+    // Else the places of these rows, which are the same for every tile and, with one stage, for every head, are kept in
+    // registers, and others spill.
+    const uint32_t left = fresh(this->left);
     const uint32_t right = column * kRowBytes;
     float (&s)[COLUMNS / 2] = sums.s, (&t)[COLUMNS / 2] = sums.t;
     wgmma_fence();

@@ -27,6 +27,9 @@ CASES = {
     "32-channels": (32, 83, {"kept": (83, 80, 1)}),
     "128-channels": (128, 139, {"lse": True}),
     "128-channels-padded": (128, 144, {"kept": (144, 90, 20)}),
+    "72-channels": (72, 83, {"lse": True}),  # 72 to 112: heads of CRATE-alpha
+    "104-channels": (104, 90, {"kept": (90, 33, 0)}),
+    "112-channels": (112, 200, {"kept": (200, 90, 0)}),
     "causal": (64, 197, {**CAUSAL, "lse": True}),
     "causal-packed": (64, 208, {**CAUSAL, "lengths": (208, 1, 17, 0, 130)}),
     "causal-padded": (64, 197, {**CAUSAL, "kept": (197, 60, 0)}),
@@ -34,6 +37,7 @@ CASES = {
     "causal-alike": (64, 197, {**CAUSAL, "drawn": "alike"}),
     "causal-a-tail-of-48": (64, 101, {**CAUSAL, "first": 64}),
     "causal-128-channels": (128, 139, {**CAUSAL, "kept": (139, 70, 20)}),
+    "causal-88-channels": (88, 101, CAUSAL),
 }
 # Of the forward alone: whole blocks of 64 without a tail, and more channels than its backward has room for.
 FORWARD_CASES = {
@@ -61,6 +65,13 @@ LONG_CASES = {
     "causal-holes": (64, 300, {**CAUSAL, "kept": "holes"}),
     "causal-alike": (64, 330, {**CAUSAL, "drawn": "alike", "lse": True}),
     "causal-128-channels": (128, 390, CAUSAL),
+}
+# Of their backward alone: what that of whole heads has no room for.
+LONG_BACKWARD_CASES = {
+    "128-channels-240-tokens": (128, 240, {"lse": True}),
+    "104-channels-padded": (104, 215, {"kept": (215, 100)}),
+    "88-channels-packed": (88, 230, {"lengths": (230, 5, 0, 70)}),
+    "causal-72-channels": (72, 256, CAUSAL),
 }
 _SCALED = ("long_range_kernel", "long_scale_kernel", "long_delta_kernel")
 _LEFT = ("mma_left_shift_kernel", "mma_left_backward_kernel")  # heads out of range
@@ -182,7 +193,7 @@ class Heads:
 class LongRows(Heads):
     """The same of long rows."""
 
-    kernels, cases, batch = long_rows, LONG_CASES, 1
+    kernels, cases, batch = long_rows, {**LONG_CASES, **LONG_BACKWARD_CASES}, 1
     forced: ClassVar = {long_rows.FORWARD: {"LONG": 1}, long_rows.BACKWARD: {"LONG": 1}}
     forward_kernels = ("long_measure_kernel", "long_forward_kernel", "mma_left_forward_kernel")
     backward_kernels = (*_SCALED, "long_backward_kernel", *_LEFT)

@@ -20,7 +20,11 @@ def test_the_forward_of_heads(case, early, device):
 
 
 @pytest.mark.parametrize(
-    "case", often(["197-tokens", "packed", "padded", "holes", "causal-holes"], ["packed", "causal-holes"])
+    "case",
+    often(
+        ["197-tokens", "packed", "padded", "holes", "causal-holes", "48-channels", "104-channels", "128-channels"],
+        ["packed", "causal-holes"],
+    ),
 )
 def test_the_forward_of_heads_in_fp16(case, device):
     device(**HOPPER)
@@ -35,7 +39,13 @@ def test_the_backward_of_heads(case, early, device):
 
 @pytest.mark.parametrize(
     "case",
-    often(["197-tokens", "lse", "packed", "padded", "holes", "causal", "causal-alike"], ["padded", "causal-alike"]),
+    often(
+        [
+            *("197-tokens", "lse", "packed", "padded", "holes", "causal", "causal-alike"),
+            *("48-channels", "104-channels", "128-channels", "causal-88-channels", "causal-128-channels"),
+        ],
+        ["padded", "causal-alike"],
+    ),
 )
 def test_the_backward_of_heads_in_fp16(case, device):
     device(**HOPPER)

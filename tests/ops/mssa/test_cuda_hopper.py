@@ -166,6 +166,20 @@ def test_other_calls_are_left_to_other_kernels(kernels, change, device):
     assert kernels.serves_forward(w, w, call) == (change == "no-dout")
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 104, 128])
+def test_each_length_is_served_once(head_dim, masked, device):
+    """By whole heads as long as a block has room for them, by long rows beyond."""
+    device(**HOPPER)
+    most = 256 if head_dim <= 64 else 208 if masked else 224
+    for seqlen in (1, 208, 209, 224, 225, 256, 257):
+        w = torch.zeros(1, 1, seqlen, head_dim, dtype=torch.bfloat16)
+        call = MSSACall(key_padding_mask=torch.ones(1, seqlen, dtype=torch.bool) if masked else None)
+        assert heads.serves_forward(w, w, call) == (seqlen <= 256) != long_rows.serves_forward(w, w, call)
+        assert heads.serves_backward(w, w, w, call) == (seqlen <= most), seqlen
+        assert long_rows.serves_backward(w, w, w, call) == long_pairs.serves_backward(w, w, w, call) == (seqlen > most)
+
+
 @pytest.mark.parametrize("change", ["by-default", "no-dout", "strided-dout", "short", "dropout"])
 def test_gradients_of_other_calls_are_left_to_other_kernels(change, device):
     """By default pairs are not taken where they could be."""

@@ -71,6 +71,16 @@ def test_short_rows_are_those_of_whole_heads(hopper, backend):
     assert "head_forward_kernel" not in names
 
 
+@EXHAUSTIVE
+def test_a_backward_that_whole_heads_have_no_room_for_is_that_of_long_rows(hopper, backend):
+    given = LongRows("104-channels-padded", torch.bfloat16)
+    with taking(Heads), taking(LongRows):
+        out, lse, dw = both_ways(given, backend)
+    assert (*dict.fromkeys(hopper()),) == Heads.forward_kernels + LongRows.backward_kernels
+    given.check_forward(out, lse)
+    given.check(dw)
+
+
 @pytest.fixture
 def tuned(monkeypatch):
     """Let tuning have found that whole heads are faster, forward, in full attention over 129 to 256 tokens."""

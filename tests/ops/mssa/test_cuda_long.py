@@ -9,7 +9,7 @@ from crate_kernels._core import plan
 from crate_kernels._triton import table
 from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.cuda import long_pairs, long_rows
-from tests.ops.mssa.heads import CAUSAL, LONG_CASES, LongPairs, LongRows, often, often_both_ways
+from tests.ops.mssa.heads import CAUSAL, LONG_BACKWARD_CASES, LONG_CASES, LongPairs, LongRows, often, often_both_ways
 from tests.ops.mssa.hopper import HOPPER, run_and_check, run_and_check_forward
 
 LATE = ["packed", "72-channels", "many-tiles", "causal-padded", "causal-128-channels"]
@@ -23,13 +23,22 @@ def test_long_rows(case, early, check, device):
     check(LongRows(case, torch.bfloat16))
 
 
+@pytest.mark.parametrize("kind", [LongRows, pytest.param(LongPairs, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("case", often(LONG_BACKWARD_CASES, ["104-channels-padded"]))
+def test_the_backward_of_what_whole_heads_have_no_room_for(kind, case, device):
+    device(**HOPPER)
+    run_and_check(kind(case, torch.bfloat16))
+
+
 @pytest.mark.parametrize("case", often(["257-tokens", "holes", "128-channels", "causal-packed"], ["257-tokens"]))
 def test_the_forward_of_long_rows_in_fp16(case, device):
     device(**HOPPER)
     run_and_check_forward(LongRows(case, torch.float16))
 
 
-@pytest.mark.parametrize("case", often(["causal-padded", "257-tokens", "packed", "128-channels"], ["causal-padded"]))
+@pytest.mark.parametrize(
+    "case", often(["causal-padded", "257-tokens", "packed", "128-channels", "88-channels-packed"], ["causal-padded"])
+)
 def test_the_backward_of_long_rows_in_fp16(case, device):
     device(**HOPPER)
     run_and_check(LongRows(case, torch.float16))

@@ -16,7 +16,6 @@ from tests.tools.aot import harness
 
 harness.needs_compiler()
 
-REGISTERS, SHARED, RESERVED = 65536, 233472, 1024  # of a multiprocessor; bytes that a block takes besides its own
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
@@ -115,8 +114,7 @@ def measured(name, compiler):
     cubin, (said,) = resources.compiled(compiler, kernel, 90)
     (function,) = harness.disassembled(cubin)
     threads = persistent.threads_of(of.sizes[1] * of.sizes[2], of.config["THREADS"])
-    warps = REGISTERS // (-(-said.registers // 8) * 8 * 32)  # registers are given to warps in units of 256
-    blocks = min(warps // (threads // 32), SHARED // (shared + RESERVED))
+    blocks = resources.blocks_per_multiprocessor(said.registers, threads, shared)
     opcodes = [one.opcode for one in function.instructions]
     # Tokens come by bulk copies, and are read and written by 16 bytes a thread.
     assert {"LDS.128", "STG.E.128"} <= {*opcodes}

@@ -1,7 +1,8 @@
 """Plans the kernels of whole heads on Hopper GPUs: csrc/mssa/cuda/head_forward.cuh, head_backward.cuh.
 
-A block keeps every token of a head in shared memory: at most 256. Heads whose norms (forward) or lse
-(backward) spread further than the kernel's range are left to others.
+A block keeps every token of a head in shared memory: at most 256, in the backward of more than 64 channels 224, or 208
+where tokens may be masked. Heads whose norms (forward) or lse (backward) spread further than the kernel's range are
+left to others.
 """
 
 from __future__ import annotations
@@ -67,23 +68,20 @@ def _forward_kernel(dtype: torch.dtype, dim: int, rows: int, causal: bool) -> Ke
     return Kernel(_FORWARD, f"mssa::head_forward_kernel<{TYPES[dtype]}, {dim}, {rows}, {str(causal).lower()}>")
 
 
-def _serves(w: Tensor, call: MSSACall) -> bool:
-    return hopper.serves(w, call) and hopper.seqlen_of(w, call) <= MAX_ROWS
+def backward_fits(w: Tensor, call: MSSACall) -> bool:
+    """Return whether the shared memory of a block holds what a backward keeps of a head."""
+    seqlen = hopper.seqlen_of(w, call)
+    return seqlen <= MAX_ROWS and shared_bytes(*shape_of(seqlen, w.shape[-1]), call.padded) is not None
 
 
 def serves_forward(w: Tensor, out: Tensor, call: MSSACall) -> bool:
     """Return whether the kernel of the forward serves a call."""
-    return _serves(w, call) and all(map(is_wide, (w, out)))
+    return hopper.serves(w, call) and hopper.seqlen_of(w, call) <= MAX_ROWS and all(map(is_wide, (w, out)))
 
 
 def serves_backward(w: Tensor, dout: Tensor | None, out: Tensor, call: MSSACall) -> bool:
     """Return whether the kernel of the backward serves a call."""
-    return (
-        dout is not None
-        and _serves(w, call)
-        and shared_bytes(*shape_of(hopper.seqlen_of(w, call), w.shape[-1]), call.padded) is not None
-        and all(map(is_wide, (w, dout, out)))
-    )
+    return dout is not None and hopper.serves(w, call) and backward_fits(w, call) and all(map(is_wide, (w, dout, out)))
 
 
 def forward(w: Tensor, call: MSSACall, out: Tensor, lse: Tensor) -> Tensor:
@@ -128,12 +126,28 @@ def backward(
 
 
 def kernels() -> list[Kernel]:
-    """List kernels of published sizes, of which registers are recorded; a call may need one of another length."""
+    """List kernels of published sizes, of which registers are recorded; a call may need another of ``every_kernel``."""
     backwards = [(64, 208, False), (64, 208, True), (48, 208, False), (32, 208, False), (128, 208, False)]
     backwards += [(64, 64, False), (64, 256, False)]
+    backwards += [(64, 256, True), (128, 208, True), (128, 224, False)]  # those with the least room for registers
     forwards = [(64, 208), (48, 208), (32, 208), (128, 208), (64, 64), (64, 256), (128, 256)]
     forwards += [(64, 112), (32, 112), (128, 96)]  # those with the most registers
     return [
         *(_kernel(dtype, *shape, causal) for dtype in TYPES for shape in backwards for causal in (False, True)),
         *(_forward_kernel(dtype, *shape, causal) for dtype in TYPES for shape in forwards for causal in (False, True)),
+    ]
+
+
+def every_kernel(dim: int, causal: bool) -> list[Kernel]:
+    """List every kernel that calls of so many channels, a multiple of 16, launch."""
+    lengths = range(64, MAX_ROWS + 1, 16)
+    return [
+        *(_forward_kernel(dtype, dim, rows, causal) for dtype in TYPES for rows in lengths),
+        *(
+            _kernel(dtype, dim, rows, masked, causal)
+            for dtype in TYPES
+            for rows in lengths
+            for masked in (False, True)
+            if shared_bytes(dim, rows, masked) is not None
+        ),
     ]

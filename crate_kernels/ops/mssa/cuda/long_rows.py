@@ -1,7 +1,7 @@
 """Plans the kernels of long rows on Hopper GPUs: csrc/mssa/cuda/long_forward.cuh, long_backward.cuh.
 
-A block owns some rows of a head, and walks over its tokens: sequences longer than those of heads.py. What is out of
-range is left to others.
+A block owns some rows of a head, and walks over its tokens: sequences longer than those of heads.py, which its backward
+has fewer of. What is out of range is left to others.
 """
 
 from __future__ import annotations
@@ -89,7 +89,12 @@ def serves_forward(w: Tensor, out: Tensor, call: MSSACall) -> bool:
 
 def serves_backward(w: Tensor, dout: Tensor | None, out: Tensor, call: MSSACall) -> bool:
     """Return whether the kernels of the backward serve a call."""
-    return dout is not None and serves_forward(w, out, call) and is_wide(dout)
+    return (
+        dout is not None
+        and hopper.serves(w, call)
+        and not heads.backward_fits(w, call)
+        and all(map(is_wide, (w, dout, out)))
+    )
 
 
 def forward(w: Tensor, call: MSSACall, out: Tensor, lse: Tensor) -> Tensor:
