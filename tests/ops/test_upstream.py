@@ -60,7 +60,10 @@ def marks(backend, place):
     ],
 )
 def test_gradients_do_not_depend_on_the_layout_of_an_upstream_gradient(name, backend, laid):
-    """In a kernel no bit does; PyTorch's own sums may go in another order."""
+    """In a kernel no bit does; PyTorch's own sums may go in another order, and so do those of tssa's CUDA kernels,
+    whose threads have as many channels as one access of the gradient takes.
+    """
+    rounded = backend == "composite" or (backend == "emulated" and name.startswith("tssa"))
     slow, lay, call = interpreted(backend, "cpu"), LAYOUTS[laid], CALLS[name]
     for width in WIDTHS[: 1 if slow else None]:
         for tokens in TOKENS[: 1 if slow else None]:
@@ -71,4 +74,4 @@ def test_gradients_do_not_depend_on_the_layout_of_an_upstream_gradient(name, bac
                 upstream = [lay(randn(*out.shape, seed=seed, dtype=out.dtype)) for seed, out in enumerate(outputs, 1)]
                 dense = [one.contiguous() for one in upstream]
                 actual, expected = (gradients(call, w, given, backend) for given in (upstream, dense))
-                torch.testing.assert_close(actual, expected, **({} if backend == "composite" else EQUAL))
+                torch.testing.assert_close(actual, expected, **({} if rounded else EQUAL))
