@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from crate_kernels._core import files
+from tests.tools import owning
 
 
 def fail(path):
@@ -105,56 +106,27 @@ def test_an_error_names_the_file(failing, name, words, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"file", "folder"}
 
 
-OWNER = """
-import runpy, sys
-from pathlib import Path
-files = runpy.run_path(sys.argv[2])  # without importing PyTorch
-with files["owned"](Path(sys.argv[1])):
-    print("has it", flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def owner(tmp_path):
-    """Return a function that starts a process which owns a path."""
-    started = []
-
-    def start(path):
-        command = [sys.executable, "-c", OWNER, str(path), files.__file__]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        started.append(process)
-        assert process.stdout.readline() == "has it\n"
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
-
-
 @pytest.mark.skipif(os.name != "posix", reason="locks are of POSIX: run on Linux")
 @pytest.mark.parametrize("name", ["", "results.json"], ids=["a folder", "a file"])
-def test_two_runs_do_not_write_to_one_place(name, owner, tmp_path):
+def test_two_runs_do_not_write_to_one_place(name, tmp_path):
     path = tmp_path / name
-    first = owner(path)
-    with pytest.raises(files.InUse, match=rf"{path} is in use by process {first.pid} on \S+: wait"), files.owned(path):
-        pass
-    first.send_signal(signal.SIGKILL)  # the system frees the lock, and the file of it stays
-    assert len(list(tmp_path.iterdir())) == 1
-    with files.owned(path, patience=30.0):
-        assert first.wait() == -signal.SIGKILL
+    with owning.another(path) as first:
+        used = rf"{path} is in use by process {first.pid} on \S+: wait"
+        with pytest.raises(files.InUse, match=used), files.owned(path):
+            pass
+        first.send_signal(signal.SIGKILL)  # the system frees the lock, and the file of it stays
+        assert len(list(tmp_path.iterdir())) == 1
+        with files.owned(path, patience=30.0):
+            assert first.wait() == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(os.name != "posix", reason="locks are of POSIX: run on Linux")
-def test_a_run_waits_for_the_end_of_the_one_before(owner, tmp_path):
-    first = owner(tmp_path)
-    threading.Timer(0.3, first.stdin.close).start()
-    with files.owned(tmp_path, patience=60.0):
-        pass
+def test_a_run_waits_for_the_end_of_the_one_before(tmp_path):
+    with owning.another(tmp_path) as first:
+        threading.Timer(0.3, first.stdin.close).start()
+        with files.owned(tmp_path, patience=60.0):
+            pass
     assert list(tmp_path.iterdir()) == []
 
 
@@ -171,12 +143,7 @@ def test_a_lock_whose_owner_ends_meanwhile_is_made_anew(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "lockf", late)
     with files.owned(tmp_path):
-        second = subprocess.run(
-            [sys.executable, "-c", OWNER, str(tmp_path), files.__file__],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
+        second = subprocess.run(owning.command(tmp_path), stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert f"is in use by process {os.getpid()}" in second.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -190,9 +157,7 @@ def test_children_do_not_keep_a_lock(tmp_path):
             os.read(reading, 1)
             os._exit(0)
     try:
-        subprocess.run(
-            [sys.executable, "-c", OWNER, str(tmp_path), files.__file__], stdin=subprocess.DEVNULL, check=True
-        )
+        subprocess.run(owning.command(tmp_path), stdin=subprocess.DEVNULL, check=True)
     finally:
         os.write(writing, b".")
         os.waitpid(child, 0)

@@ -16,6 +16,7 @@ pytest.importorskip("transformers", reason="needs transformers: the extra hf")
 pytest.importorskip("accelerate", reason="needs accelerate: the extra hf")
 from crate_kernels import models
 from crate_kernels.experiments.demo import data
+from tests.tools import owning
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -120,16 +121,12 @@ def test_a_folder_has_one_run_at_a_time(name, text, tmp_path, monkeypatch):
     from training import trainer
 
     monkeypatch.setattr(trainer, "PATIENCE", 0.0)
-    holder = "from crate_kernels._core import files; import sys, time; from pathlib import Path\n"
-    holder += "with files.owned(Path(sys.argv[1])): print('has it', flush=True); time.sleep(60)"
-    other = subprocess.Popen([sys.executable, "-c", holder, tmp_path], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    try:
-        assert other.stdout.readline() == "has it\n"
-        with pytest.raises(SystemExit, match=f"{tmp_path} is in use by process {other.pid}"):
-            example(name).main([*([str(text)] if name == "text_trainer" else []), "--output", str(tmp_path)])
-    finally:
-        other.kill()
-        other.communicate()
+    given = [str(text)] if name == "text_trainer" else []
+    with (
+        owning.another(tmp_path) as other,
+        pytest.raises(SystemExit, match=f"{tmp_path} is in use by process {other.pid}"),
+    ):
+        example(name).main([*given, "--output", str(tmp_path)])
     assert list(tmp_path.glob("checkpoint-*")) == []
 
 

@@ -12,6 +12,7 @@ import pytest
 from crate_kernels._core import files
 from tests import fuzz
 from tests.apart import cells
+from tests.tools import owning
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere children live on: run on Linux")
@@ -70,7 +71,7 @@ def test_what_is_started_ends_with_what_started_it(start, tmp_path):
 def test_a_process_that_is_bound_is_this_python(tmp_path):
     from tests.tools import bound
 
-    code = "import os, sys, torch; print(os.getpid(), sys.executable, *sys.argv[1:])"
+    code = "import os, sys, pytest; print(os.getpid(), sys.executable, *sys.argv[1:])"
     child = subprocess.Popen(bound.command("-c", code, "one", 2), stdout=subprocess.PIPE, text=True)
     assert child.communicate()[0].split() == [str(child.pid), sys.executable, "one", "2"]
 
@@ -86,17 +87,10 @@ def test_a_second_run_is_kept_from_a_log(name, tmp_path, monkeypatch, capsys, th
     threads(1)
     main, arguments, owned = COMMANDS[name]
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
-    holder = "from crate_kernels._core import files; import sys, time; from pathlib import Path\n"
-    holder += "with files.owned(Path(sys.argv[1])): print('has it', flush=True); time.sleep(60)"
     place = tmp_path / owned
-    other = subprocess.Popen([sys.executable, "-c", holder, place], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    try:
-        assert other.stdout.readline() == "has it\n"
+    with owning.another(place) as other:
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments(tmp_path))])
         assert main() == 1
         assert f"{place} is in use by process {other.pid}" in capsys.readouterr().out
-    finally:
-        other.kill()
-        other.communicate()
     with files.owned(place):
         pass
