@@ -153,13 +153,18 @@ def nvidia_resources(compiled):
     return int(usage["REG"]), int(usage["STACK"]) + int(usage["LOCAL"])
 
 
-def disassembled(cubin):
-    """Return the functions of a cubin, by its bytes."""
+def disassembly(cubin):
+    """Return nvdisasm's listing of a cubin, by its bytes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
         command = [nvidia_tool("nvdisasm"), "-c", path]
-        return listing.functions(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def disassembled(cubin):
+    """Return the functions of a cubin, by its bytes."""
+    return listing.functions(disassembly(cubin))
 
 
 def listed(launch, target):

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 _SECTION = re.compile(r"^\.text\.(\S+):")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
+_LABEL = re.compile(r"^(\.L\w+):")
+_LINE = re.compile(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Za-z][\w.]*)\s*([^;]*)")  # NVIDIA's or AMD's
 _GLOBAL = ("LDG", "LDGSTS", "STG")
 _BITS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}  # of an access; others have 32
 
@@ -77,3 +79,23 @@ def widths(function):
         bits = next((_BITS[word] for word in one.modifiers if word in _BITS), 32)
         found.setdefault("store" if one.name == "STG" else "load", []).append(bits)
     return found
+
+
+def loops(text):
+    """List the loops of one function's listing, inner ones alone, each as the names of its instructions.
+
+    What is behind the last exit are waits that are repeated, with branches back into the code.
+    """
+    labels, names, found = {}, [], []
+    for line in text.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(names)
+        elif match := _LINE.match(line):
+            names.append(match[1])
+            to = re.search(r"\.L\w+", match[2])
+            if to and to[0] in labels and match[1].startswith(("BRA", "s_cbranch", "s_branch")):
+                found.append((labels[to[0]], len(names)))
+    end = max(n for n, name in enumerate(names) if name in ("EXIT", "s_endpgm"))
+    found = [(first, stop) for first, stop in found if stop <= end]
+    inner = [one for one in found if not any(one[0] <= a and b <= one[1] and (a, b) != one for a, b in found)]
+    return [names[first:stop] for first, stop in sorted(inner)]
