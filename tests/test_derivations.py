@@ -85,6 +85,33 @@ def test_mssa_divided_gradients(options):
     close(SCALE * e * (as_key + as_key.T) @ a.w + (e * a.allowed * a.factor).T @ h, a.dw)
 
 
+@CASES
+def test_mssa_divided_gradients_in_fp16(options):
+    a = Attention(**options)
+    c = torch.maximum(a.lse.min(), a.lse.max() - 4 * math.log(2))
+    r, f = (a.lse - c).exp(), 2.0**9
+    e, h = torch.where(a.allowed, (a.scores - c).exp(), 0.0), a.g / r[:, None]
+    near = 1 + 1e-12
+    both = a.allowed & a.allowed.T
+    assert bool((e[both] <= (torch.minimum(r[:, None], r) * near)[both]).all())
+    assert bool((r <= 2**4 * near).all())
+    assert bool((h.abs() * near >= 2**-4 * a.g.abs()).all())
+    d = (h * a.out).sum(1) - a.dlse / r
+    as_key = f * e * (a.factor * (h @ a.w.T) - d[:, None])  # [i, j]: j as key of i
+    close((SCALE * (as_key + as_key.T) @ a.w + (f * e * a.factor).T @ h) / f, a.dw)
+
+
+@pytest.mark.parametrize("spread", [0.0, 10.0, 21.0])
+def test_mssa_rows_of_divided_weights_lose_as_much_in_fp16_as_if_they_were_normal(spread):
+    """21 bits between the r of rows are the most that 64 weights leave room for."""
+    n, f = 64, 2.0**9
+    r = 2.0 ** (4 - spread * torch.linspace(0, 1, n, dtype=torch.float64))[:, None]
+    assert bool((f * r >= 2**-14 * n).all())
+    weights = (4 * drawn(n, n)).softmax(1)
+    lost = ((f * r * weights).half().double() / (f * r) - weights).abs()
+    assert bool((lost <= torch.maximum(2**-11 * weights, torch.tensor(2**-11 / n))).all())
+
+
 def test_mssa_softmax_without_a_running_maximum():
     a = Attention()
     n = a.scores.diagonal() / 2

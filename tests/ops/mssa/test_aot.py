@@ -48,6 +48,8 @@ COVERING = {
     "backward-dropout": (backward(1024, 64, dropout_p=0.1), HOPPER, True),
     "backward-padded-causal": (backward(1024, 64, padded=True, causal=True), HOPPER, True),
     "backward-packed": (backward(1024, 64, packed=True), HOPPER, True),
+    "backward-128-fp16": (backward(4096, 128, torch.float16, dlse=True), HOPPER, True),
+    "backward-dropout-fp16": (backward(1024, 64, torch.float16, padded=True, dropout_p=0.1), HOPPER, True),
     "backward-lse": (backward(1024, 64, dout=False, dlse=True), HOPPER, True),
     "backward-threshold-lse": (backward(1024, 64, threshold=0.6, dlse=True), HOPPER, True),
     "between-64-causal": (between(False, 4096, 64, causal=True), ("sm_80", "sm_100"), True),
@@ -65,6 +67,7 @@ SELDOM = {
     *("forward-64", "forward-64-causal", "forward-128", "forward-88", "forward-64-fp16", "forward-vit-64"),
     *("forward-vit-256", "forward-vit-causal", "backward-64", "backward-64-causal", "backward-128"),
     *("backward-vit-88-causal", "backward-vit-128"),
+    *("backward-128-fp16", "backward-dropout-fp16"),
 }
 
 

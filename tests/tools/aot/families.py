@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from tests.ops.ista import aot as ista
 from tests.ops.mssa import aot as mssa
 from tests.ops.tssa import aot as tssa
@@ -33,6 +35,10 @@ FAMILIES = {
         for what, make in (("forward", mssa.forward), ("backward", mssa.backward))
         for head_dim in (64, 128)
         for seqlen in _BATCH
+    },
+    **{
+        f"mssa_backward_fp16-d{head_dim}-n16384": Family(mssa.backward(16384, head_dim, torch.float16, batch=1))
+        for head_dim in (64, 128)
     },
     **{f"mssa_decode-d{head_dim}": Family(mssa.decode(1, head_dim)) for head_dim in (64, 128)},
     "tssa_forward-d64-n4096": _tssa(tssa.full, False),

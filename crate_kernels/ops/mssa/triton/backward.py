@@ -31,7 +31,7 @@ from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.splits import cdiv
 from crate_kernels.ops.mssa.triton import symmetric, tables, tile
 from crate_kernels.ops.mssa.triton.delta import _mssa_bwd_delta_kernel
-from crate_kernels.ops.mssa.triton.divided import _mssa_bwd_divide_kernel
+from crate_kernels.ops.mssa.triton.divided import _mssa_bwd_divide_kernel, raised_shift
 from crate_kernels.ops.mssa.triton.head import find_head, largest, scores_of, tokens_of
 from crate_kernels.ops.mssa.triton.launch import HeadSizes, strided
 from crate_kernels.ops.mssa.triton.raised import factor_of, norms_of
@@ -67,6 +67,8 @@ def _write_divided(
     own = load_block(inputs, scores, start_j, scores.length, BLOCK_J, FORM, TERMS)
     acc = tile.zeros(BLOCK_J, FORM)  # (BLOCK_J, HEAD_DIM)
     acc = symmetric.walk(acc, own, inputs, scores, shift, start_j, BLOCK_J, FORM)
+    if TERMS.RAISED:
+        acc = tile.scale(acc, tl.zeros((BLOCK_J,), tl.float32) + 1.0 / inputs.raised)
     offs_j = start_j + tl.arange(0, BLOCK_J)
     tile.store(dw, acc, offs_j, offs_j < scores.length, FORM)
 
@@ -78,14 +80,23 @@ _LEFT_ROWS = tl.constexpr(16)
 
 @triton.jit
 def _write_symmetric(
-    inputs, dw, scores, shift, start_j, last, BLOCK_J: tl.constexpr, TAIL_J: tl.constexpr,
-    FORM: tl.constexpr, TERMS: tl.constexpr,
+    inputs, left, dw, scores, shift, extent, start_j, last, BLOCK_J: tl.constexpr, TAIL_J: tl.constexpr,
+    FORM: tl.constexpr, LEFT_FORM: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the rows [start_j, start_j + BLOCK_J) of a head, TAIL_J if they are the last."""
+    """Write the gradient of the rows [start_j, start_j + BLOCK_J) of a head, TAIL_J if they are the last.
+
+    A head that the symmetric form leaves has the inputs ``left``. In fp16, where there may be many, it comes in whole
+    blocks.
+    """
     ROWS: tl.constexpr = BLOCK_J if BLOCK_J < _LEFT_ROWS else _LEFT_ROWS
-    if shift == -float("inf"):
+    LEFT: tl.constexpr = GradientTerms(
+        VALUES=True, SCORES=True, PRODUCTS=True, HAS_DLSE=TERMS.HAS_DLSE, DERIVED=TERMS.DERIVED, RAISED=True
+    )
+    if TERMS.RAISED and shift == -float("inf"):
+        _write_block(left, dw, scores, extent, start_j, BLOCK_J, LEFT_FORM, LEFT)
+    elif shift == -float("inf"):
         for start in range(start_j, tl.minimum(start_j + BLOCK_J, scores.length), ROWS):
-            _write_block(inputs, dw, scores, 0.0, start, ROWS, FORM, TERMS)
+            _write_block(left, dw, scores, extent, start, ROWS, FORM, TERMS)
     elif TAIL_J < BLOCK_J:
         if last:
             _write_divided(inputs, dw, scores, shift, start_j, TAIL_J, FORM, TERMS)
@@ -98,11 +109,15 @@ def _write_symmetric(
 # Sizes vary per call: do not specialise on them.
 @triton.jit(do_not_specialize=["nheads", "seqlen", "total", "num_j", "num_m"])
 def _mssa_bwd_kernel(
-    g, w, dw, lse_ptr, factor_ptr, delta_ptr, dlse_ptr, extent_ptr, norms_ptr,
+    g, w, dw, lse_ptr, factor_ptr, delta_ptr, dlse_ptr, extent_ptr, norms_ptr, divided_ptr, divided_delta_ptr,
     nheads, seqlen, total, call, num_j, num_m,
-    BLOCK_J: tl.constexpr, TAIL_J: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr,
+    BLOCK_J: tl.constexpr, TAIL_J: tl.constexpr,
+    FORM: tl.constexpr, LEFT_FORM: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of a block of rows; the last block of a sequence has TAIL_J rows, the last tile TAIL_I."""
+    """Write the gradient of a block of rows; the last block of a sequence has TAIL_J rows, the last tile TAIL_I.
+
+    In the symmetric form g and delta are divided; in fp16 they are of the heads that it leaves.
+    """
     tl.static_assert(BLOCK_J % FORM.BLOCK == 0)  # tiles after the diagonal start where it ends
     pid = tl.program_id(0)
     pid_j = pid % num_j
@@ -114,19 +129,32 @@ def _mssa_bwd_kernel(
     at = head.row
     scores = scores_of(head, seqlen, call, FORM)
     raised = 1.0
-    if TERMS.RAISED:
+    if TERMS.RAISED and not TERMS.SYMMETRIC:
         blocks = tl.num_programs(0) // num_j * num_m
         of_g, of_w = norms_of(norms_ptr + head.number.to(tl.int64) * num_m, blocks, num_m)
         raised = factor_of(of_g, of_w, call, FORM)
     inputs = BackwardInputs(w, g, lse_ptr + at, factor_ptr + at, delta_ptr + at, dlse_at, raised)
     extent = 0.0
-    if TERMS.DERIVED:
+    if TERMS.DERIVED and not TERMS.SYMMETRIC:
         extent = largest(extent_ptr + head.number.to(tl.int64) * num_m, num_m)
     start_j = pid_j * BLOCK_J
     if TERMS.SYMMETRIC:
         if start_j < head.length:
-            shift = tl.load(extent_ptr + head.number)
-            _write_symmetric(inputs, dw, scores, shift, start_j, pid_j == num_j - 1, BLOCK_J, TAIL_J, FORM, TERMS)
+            left = inputs
+            if TERMS.RAISED:
+                blocks = tl.num_programs(0) // num_j * num_m
+                found = raised_shift(extent_ptr, norms_ptr, head, blocks, num_m, call, FORM)
+                shift, raised, extent = found.shift, found.raised, found.extent
+                left = BackwardInputs(w, g, lse_ptr + at, factor_ptr + at, delta_ptr + at, dlse_at, found.raised_left)
+                # With constant strides, as many registers are left as it needs.
+                h = tile.TokenRows(divided_ptr + at * FORM.HEAD_DIM, FORM.HEAD_DIM, 1)
+                inputs = BackwardInputs(w, h, lse_ptr, lse_ptr, divided_delta_ptr + at, lse_ptr, raised)
+            else:
+                shift = tl.load(extent_ptr + head.number)
+            last = pid_j == num_j - 1
+            _write_symmetric(
+                inputs, left, dw, scores, shift, extent, start_j, last, BLOCK_J, TAIL_J, FORM, LEFT_FORM, TERMS
+            )
     elif TAIL_J < BLOCK_J:
         if pid_j == num_j - 1:
             _write_block(inputs, dw, scores, extent, start_j, TAIL_J, FORM, TERMS)
@@ -148,6 +176,8 @@ _FEW = 16  # keys, of which one may have nearly all of an fp32 row's weight
 _DELTA_ROWS = 32  # rows per block of delta.py, each of which is multiplied with all of them
 _WIDE_DELTA_ROWS = 16  # of fp32 rows, whose products take the registers
 _WIDEST_GUARDED = 128  # channels of fp32 rows, beyond which two products more would spill
+_WIDEST_DROPPED = 96  # channels of fp16 rows, beyond which dropout in both forms of a kernel would spill
+_DIVIDE_REGISTERS = 168  # of fp16, up to 128 channels: left alone, the assembler spills for fewer with some options
 _MOST_ROWS = 2048  # rows of a sequence for each of which one block is a program's, which reads L of the whole sequence
 
 
@@ -178,10 +208,12 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
     # One exponential is as exact as two in 16 bits only: without the subtraction, s is rounded as a power of two.
     chosen = config.pop("DERIVED")
     level = chosen if w.dtype != torch.float32 and not select else 0
-    # fp16 has no room for weights that are not divided by their sums beside gradients that are.
-    symmetric_form = level >= (3 if call.causal else 2) and products and w.dtype == torch.bfloat16
-    derived = level > 0 and scores and not (call.masked or symmetric_form)
     raised = w.dtype == torch.float16 and scores and not selects
+    symmetric_form = level >= (3 if call.causal else 2) and products
+    if raised:  # other widths are padded, by masks that would spill
+        widest = sizes.head_dim if call.seed is None else _WIDEST_DROPPED
+        symmetric_form = symmetric_form and sizes.head_dim % 16 == 0 and sizes.head_dim <= widest
+    derived = level > 0 and scores and not (call.masked or (symmetric_form and not raised))
     if chosen > 1 and not (symmetric_form and call.seed is None and not (call.masked or call.packed)):
         config.pop("maxnreg", None)  # chosen for the symmetric form of whole tiles: others would spill
     block_j, block_i = config.pop("BLOCK_J"), config.pop("BLOCK_I")
@@ -201,27 +233,41 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
     delta_form = (form if walks else form.unmasked)._replace(BLOCK=delta_rows, TAIL=delta_rows)
     numbers = {"lse_ptr": lse, "delta_ptr": torch.empty_like(lse), "num_m": num_m, **sizes.arguments()}
     shared = {**numbers, "g": strided(g), "w": strided(w), "factor_ptr": lse, "norms_ptr": None}
+    divided = divided_delta = left_form = None
     dlse = None if dlse is None else dlse.contiguous()
     with launch.guard(w.device):
         if symmetric_form:
-            shift, divided = w.new_empty(sizes.heads, dtype=torch.float32), _by_head(g)
+            divided, divided_delta = _by_head(g), torch.empty_like(lse) if raised else numbers["delta_ptr"]
+            shared["extent_ptr"] = w.new_empty(3 if raised else 1, sizes.heads, dtype=torch.float32)
+            if raised:
+                # Wide tiles of the other form would cost up to 64 channels a program a multiprocessor.
+                full = sizes.head_dim > 64 and not call.packed
+                left_form = form if full else form._replace(BLOCK=min(block_i, _MASKED_ROWS))
+                shared["factor_ptr"] = torch.empty_like(lse)
+                shared["norms_ptr"] = w.new_empty(3, sizes.heads, num_m, dtype=torch.float32)
+            bounded = raised and sizes.head_dim <= 128 and launch.arch(w.device).startswith("sm_")
             launch.run(
                 _mssa_bwd_divide_kernel,
                 sizes.heads * num_m,
-                **numbers,
+                **{**numbers, "delta_ptr": divided_delta},
                 g=strided(g),
                 divided=strided(divided),
                 out=strided(out),
                 w=strided(w),
                 dlse_ptr=dlse,
-                shift_ptr=shift,
+                shift_ptr=shared["extent_ptr"],
+                left_delta_ptr=numbers["delta_ptr"] if raised else None,
+                factor_ptr=shared["factor_ptr"] if raised else None,
+                norms_ptr=shared["norms_ptr"],
                 each=each,
                 DELTA=delta,
                 HAS_DLSE=dlse is not None,
                 num_stages=1,
+                **({"maxnreg": _DIVIDE_REGISTERS} if bounded else {}),
                 FORM=delta_form,
             )
-            shared, dlse = {**shared, "g": strided(divided), "extent_ptr": shift}, None  # which is in delta
+            if not raised:
+                shared["g"], divided, divided_delta, dlse = strided(divided), None, None, None  # dlse is in delta
         else:
             shared["factor_ptr"] = torch.empty_like(lse)
             shared["extent_ptr"] = w.new_empty(sizes.heads, num_m, dtype=torch.float32)
@@ -243,10 +289,13 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
             **shared,
             dw=strided(dw),
             dlse_ptr=dlse,
+            divided_ptr=divided,
+            divided_delta_ptr=divided_delta,
             num_j=num_j,
             BLOCK_J=block_j,
             TAIL_J=sizes.tail(block_j),
             FORM=form,
+            LEFT_FORM=left_form,
             TERMS=GradientTerms(
                 dout is not None, scores, products, dlse is not None, selects, derived, symmetric_form, raised
             ),

@@ -23,7 +23,7 @@ import triton.language as tl
 from crate_kernels._triton.jit import rounded_product
 from crate_kernels.ops.mssa.triton import tile
 from crate_kernels.ops.mssa.triton.head import allowed, find_head, kept, scores_of, signed_products, tokens_of
-from crate_kernels.ops.mssa.triton.raised import note_norms
+from crate_kernels.ops.mssa.triton.raised import norms_of_rows, note_norms
 from crate_kernels.ops.mssa.triton.rows import LOG2_E, empty_state, walk_keys
 from crate_kernels.ops.mssa.triton.terms import shared_factor
 
@@ -147,7 +147,8 @@ def _mssa_bwd_delta_kernel(
         if dlse_ptr is not None:
             dlse = tl.load(dlse_ptr + head.row + offs_m, mask=mask_m, other=0.0)
         w_m = tile.load(tokens_of(head, w), offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
-        note_norms(norms_ptr + pid, tl.num_programs(0), of_g, w_m, dlse)
+        of_g, of_w = norms_of_rows(of_g, w_m, dlse)
+        note_norms(norms_ptr + pid, tl.num_programs(0), of_g, of_w)
     if DELTA != "" and DELTA != "passed":
         g_m = tile.load(tokens_of(head, g), offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
         scores = scores_of(head, seqlen, call, FORM)

@@ -6,7 +6,8 @@ head, and its largest |dlse|,
 
     |A_ij| <= 2 |scale| (2 max R |g| |w| + |dlse|)
 
-P and A are multiplied by a power of two that leaves both below 2^14, and dw by its inverse.
+P and A are multiplied by a power of two that leaves both below 2^14, and dw by its inverse. So are the weights E of
+symmetric.py, which are at most 2^4.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -26,11 +27,17 @@ LARGE_SCORE = tl.constexpr(2.0**20)  # which is no longer small from this score 
 
 
 @triton.jit
-def note_norms(norms_ptr, blocks, of_g, w, dlse):
-    """Note the largest squares of |g| and |w| of a block of rows; a gradient of lse counts as a longer g."""
+def norms_of_rows(of_g, w, dlse):
+    """Return the largest squares of |g| and |w| of a block of rows; a gradient of lse counts as a longer g."""
     of_w = tl.maximum(tl.max(tile.row_products(w, w), 0), 1.0)  # zeros would be infinitely shorter than dlse
     longer = tl.sqrt(tl.max(of_g, 0)) + 0.5 * tl.max(tl.abs(dlse), 0) / tl.sqrt(of_w)
-    tl.store(norms_ptr, longer * longer)
+    return longer * longer, of_w
+
+
+@triton.jit
+def note_norms(norms_ptr, blocks, of_g, of_w):
+    """Note the largest squares of |g| and |w| of some rows."""
+    tl.store(norms_ptr, of_g)
     tl.store(norms_ptr + blocks, of_w)
 
 
@@ -41,9 +48,9 @@ def norms_of(norms_ptr, blocks, count):
 
 
 @triton.jit
-def factor_of(of_g, of_w, call, FORM: tl.constexpr):
-    """Return the factor of a head with these squares of |g| and |w|."""
-    most = tl.maximum(4.0 * call.qk_scale * tl.sqrt(of_g) * tl.sqrt(of_w), 1.0)
+def factor_of(of_g, of_w, call, FORM: tl.constexpr, WEIGHT: tl.constexpr = 1.0):
+    """Return the factor of a head with these squares of |g| and |w|, whose weights are at most WEIGHT."""
+    most = tl.maximum(4.0 * call.qk_scale * tl.sqrt(of_g) * tl.sqrt(of_w), WEIGHT)
     most = most * call.keep_factor if FORM.DROPOUT else most
     exponent = (most.to(tl.int32, bitcast=True) >> 23) - 126  # most is below 2^exponent
     factor = tl.exp2(-tl.minimum(exponent - MOST_BITS, 0).to(tl.float32))

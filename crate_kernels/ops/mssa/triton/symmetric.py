@@ -7,6 +7,7 @@ symmetric (docs/derivations.md); divided.py prepares h and delta, in which the g
     A_ij = E_ij (h_i.w_j + h_j.w_i - delta_i - delta_j)
     dw_j = sum_i  E_ij h_i + scale A_ij w_i
 
+In fp16 the shift has a factor of E in it, by which dw is divided (raised.py).
 The two products in A are one sum. Between them stands another product: two in a row into one sum wait for each other.
 The sum does not start from minus the deltas: Triton loads in advance what a product is multiplied by, not what it is
 added to.

@@ -101,7 +101,7 @@ def _backward(j: int, i: int, warps: int, stages: int, derived: int = 1) -> Conf
     """Return a configuration of the backward.
 
     DERIVED, where it is exact: 1 takes the second exponential of a tile from the first; 2 takes the symmetric form of
-    symmetric.py where every token sees all, in bf16; 3 where attention is causal, too.
+    symmetric.py where every token sees all, in 16 bits; 3 where attention is causal, too.
     """
     return {"BLOCK_J": j, "BLOCK_I": i, "num_warps": warps, "num_stages": stages, "DERIVED": derived}
 

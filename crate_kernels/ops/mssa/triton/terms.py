@@ -163,9 +163,9 @@ def _key_terms(
     if TERMS.VALUES:
         g_i = load_rows(inputs.g, met.offs, met.length, MASKED, FORM)  # (BLOCK_I, HEAD_DIM)
         weights = dropped(probs, own.scores, key_i, key_j, FORM)
-        weights = weights * inputs.raised if TERMS.RAISED else weights
+        weights = weights * inputs.raised if TERMS.RAISED and not SHARED else weights
         acc = tile.add_product(acc, weights.to(met.w[0].dtype), g_i, FORM)
-    weight = (met.lse * scale)[None, :] if SHARED else probs * scale
+    weight = (met.lse * own.scores.call.scale)[None, :] if SHARED else probs * scale
     if FUSED:
         dscores = tile.products(own.w, g_i, FORM) * weight - weight * met.delta[None, :]
     elif TERMS.PRODUCTS:
@@ -221,6 +221,8 @@ def _add_tiles(
         offs_i = start_i + tl.arange(0, BLOCK_I)
         w_i = load_rows(inputs.w, offs_i, length, MASKED, FORM)  # (BLOCK_I, HEAD_DIM)
         l_i, delta_i, dlse_i = _load_numbers(inputs, offs_i, length, MASKED, SHARED, TERMS)  # (BLOCK_I,) each
+        if SHARED and TERMS.RAISED:
+            l_i *= inputs.raised
         met = MetRows(length=length, offs=offs_i, w=w_i, lse=l_i, delta=delta_i, dlse=dlse_i)
         scores_ij = signed_products(own.w, w_i, FORM)  # (BLOCK_J, BLOCK_I)
         dscores = tl.zeros_like(scores_ij)

@@ -140,6 +140,15 @@ def rounded(tile, dtype: tl.constexpr):
 
 
 @triton.jit
+def up_to(tile, most: tl.constexpr):
+    """Return a tile with 0 in place of numbers whose magnitude is beyond ``most``."""
+    kept = ()
+    for k in tl.static_range(len(tile)):
+        kept += (tl.where(tl.abs(tile[k]) > most, 0.0, tile[k]),)
+    return kept
+
+
+@triton.jit
 def add(a, b):
     """Return the sum of two tiles."""
     total = ()
