@@ -40,6 +40,10 @@ FAMILIES = {
         f"mssa_backward_fp16-d{head_dim}-n16384": Family(mssa.backward(16384, head_dim, torch.float16, batch=1))
         for head_dim in (64, 128)
     },
+    **{
+        f"mssa_ranges_backward-d{head_dim}-n4096": Family(mssa.between(True, 4096, head_dim), True)
+        for head_dim in (64, 128)
+    },
     **{f"mssa_decode-d{head_dim}": Family(mssa.decode(1, head_dim)) for head_dim in (64, 128)},
     "tssa_forward-d64-n4096": _tssa(tssa.full, False),
     "tssa_backward-d64-n4096": _tssa(tssa.full, True),

@@ -154,11 +154,11 @@ def nvidia_resources(compiled):
 
 
 def disassembly(cubin):
-    """Return nvdisasm's listing of a cubin, by its bytes."""
+    """Return nvdisasm's listing of a cubin, by its bytes, with lines of the source where the compiler notes them."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        command = [nvidia_tool("nvdisasm"), "-c", path]
+        command = [nvidia_tool("nvdisasm"), "-c", "-g", path]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

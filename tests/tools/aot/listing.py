@@ -7,16 +7,18 @@ _SECTION = re.compile(r"^\.text\.(\S+):")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
 _LABEL = re.compile(r"^(\.L\w+):")
 _LINE = re.compile(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Za-z][\w.]*)\s*([^;]*)")  # NVIDIA's or AMD's
+_SOURCE = re.compile(r"^\s*//## File \"(.*)\", line (\d+)")
 _GLOBAL = ("LDG", "LDGSTS", "STG")
 _BITS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}  # of an access; others have 32
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction: its name with modifiers, and its operands."""
+    """One instruction: its name with modifiers, its operands, and the file and line of what it does, if listed."""
 
     opcode: str
     operands: tuple[str, ...]
+    source: tuple[str, int] | None = None
 
     @property
     def name(self):
@@ -38,13 +40,15 @@ class Function:
 
 def functions(text):
     """List the functions of a listing."""
-    found = []
+    found, source = [], None
     for line in text.splitlines():
         if section := _SECTION.match(line):
             found.append((section[1], []))
+        elif at := _SOURCE.match(line):
+            source = at[1], int(at[2])
         elif found and (match := _INSTRUCTION.match(line)):
             operands = tuple(part.strip() for part in match[2].split(",")) if match[2].strip() else ()
-            found[-1][1].append(Instruction(match[1], operands))
+            found[-1][1].append(Instruction(match[1], operands, source))
     return [Function(name, tuple(_without_padding(instructions))) for name, instructions in found]
 
 
@@ -72,12 +76,16 @@ def accesses(function):
     return [one for one in function.instructions if one.name in _GLOBAL]
 
 
+def width(access):
+    """Return the bits that a thread moves by an access to global memory."""
+    return next((_BITS[word] for word in access.modifiers if word in _BITS), 32)
+
+
 def widths(function):
     """Return the bits that each access to global memory moves, by "load" and "store"."""
     found = {}
     for one in accesses(function):
-        bits = next((_BITS[word] for word in one.modifiers if word in _BITS), 32)
-        found.setdefault("store" if one.name == "STG" else "load", []).append(bits)
+        found.setdefault("store" if one.name == "STG" else "load", []).append(width(one))
     return found
 
 

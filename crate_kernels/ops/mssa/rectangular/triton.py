@@ -112,7 +112,7 @@ def _mssa_rectangular_bwd_kernel(
     extent = 0.0
     if TERMS.DERIVED:
         # A row's L need not be small: at least 0, as it sees itself; scores are small enough if columns' L are.
-        extent = largest(extent_ptr + head.number.to(tl.int64) * num_m, num_m)
+        extent = largest(extent_ptr + head.number.to(tl.int64) * num_m, num_m, BY_TILE=True)
     acc = tile.zeros(BLOCK_J, FORM)  # (BLOCK_J, HEAD_DIM)
     acc = walk(acc, own, inputs, scores, extent, offset + start_j, BLOCK_J, FORM, TERMS)
     if TERMS.RAISED:
@@ -268,7 +268,7 @@ def backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> 
     # One exponential is as exact as two in 16 bits only: without the subtraction, s is rounded as a power of two.
     chosen, raised = config.pop("DERIVED"), w.dtype == torch.float16
     derived = chosen > 0 and w.dtype != torch.float32 and call.scale > 0 and not sizes.call.masked
-    if chosen > 1 and raised:
+    if chosen > 1:
         config.pop("maxnreg", None)  # chosen for the symmetric form, which has no factor
     block_i = config.pop("BLOCK_I")
     if call.seed is not None:

@@ -145,10 +145,15 @@ def kept(scores, queries, keys):
 
 
 @triton.jit
-def largest(ptr, count):
-    """Return the largest of ``count`` numbers, none of which is negative."""
-    found = tl.zeros((64,), tl.float32)
+def largest(ptr, count, BY_TILE: tl.constexpr = False):
+    """Return the largest of ``count`` numbers, none of which is negative.
+
+    BY_TILE, each tile of numbers is reduced. Where a loop starts from a number that was reduced after another loop,
+    Triton 3.7 forgets the alignment of the tokens that it loads, and loads 2 bytes at once.
+    """
+    found = 0.0 if BY_TILE else tl.zeros((64,), tl.float32)
     for start in range(0, count, 64):
         offs = start + tl.arange(0, 64)
-        found = tl.maximum(found, tl.load(ptr + offs, mask=offs < count, other=0.0))
-    return tl.max(found, 0)
+        more = tl.load(ptr + offs, mask=offs < count, other=0.0)
+        found = tl.maximum(found, tl.max(more, 0) if BY_TILE else more)
+    return found if BY_TILE else tl.max(found, 0)
