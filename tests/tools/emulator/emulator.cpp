@@ -238,7 +238,8 @@ class Together {
         while (run_warp(device().descending ? warps - 1 - n : n, left)) moved = true;
       }
       if (!moved && left > 0 && !async::land()) {
-        report("threads wait for others that wait elsewhere or have returned");
+        report(async::lacks_registers() ? "a warp group waits for registers that no other gives back"
+                                        : "threads wait for others that wait elsewhere or have returned");
         throw_failure();
       }
     }

@@ -1,4 +1,6 @@
 // emulator_async.h: clocks, accesses to shared memory, and barriers.
+#include <algorithm>
+
 #include "emulator_state.h"
 
 namespace emulator::async {
@@ -15,6 +17,8 @@ int me() {
 
 namespace {
 
+constexpr int kRegisters = 65536;  // of a multiprocessor
+
 // Only launches that use this file pay for it.
 void activate() {
   if (state.active) return;
@@ -28,6 +32,8 @@ void activate() {
   const auto nothing = std::make_shared<Known>(Known{none, none});
   for (int n = 0; n < threads(); ++n) state.threads[n].clock = Clock(nothing, n);
   state.warp_groups = std::vector<WarpGroup>(threads() / 128);
+  const int share = kRegisters / static_cast<int>(state.group->threads) / 8 * 8;
+  for (WarpGroup& group : state.warp_groups) group.registers = std::min(share, 256);
 }
 
 bool knows(const Clock& clock, const Access& access) {
@@ -232,6 +238,37 @@ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   }
   mine().clock.join(m.out);
   step();
+}
+
+void more_registers(int count) {
+  by_warp_group(nullptr, [count](void* const*) {
+    WarpGroup& group = warp_group();
+    BlockState& of = block();
+    const int more = 128 * (count - group.registers);
+    if (more < 0) fail("a warp group asks for fewer registers than it has");
+    const std::function<bool()> enough = [&of, more] { return of.free_registers >= more; };
+    group.lacks_registers = true;
+    if (!enough()) suspend_until(enough);
+    group.lacks_registers = false;
+    of.free_registers -= more;
+    group.registers = count;
+  });
+}
+
+void fewer_registers(int count) {
+  by_warp_group(nullptr, [count](void* const*) {
+    WarpGroup& group = warp_group();
+    if (count > group.registers) fail("a warp group gives back registers that it does not have");
+    block().free_registers += 128 * (group.registers - count);
+    group.registers = count;
+  });
+}
+
+bool lacks_registers() {
+  for (const WarpGroup& group : state.warp_groups) {
+    if (group.lacks_registers) return true;
+  }
+  return false;
 }
 
 }  // namespace emulator::async

@@ -77,6 +77,13 @@ void product_wait(int groups);
 // Waits for the 128 threads of the warp group; the last one calls act(its pointers).
 void by_warp_group(void* mine, const std::function<void(void* const*)>& act);
 
+// Registers a thread of the warp group. A block has all of a multiprocessor, in equal shares; more wait until others
+// have given back as many.
+void more_registers(int count);
+void fewer_registers(int count);
+// Whether a warp group waits for registers.
+bool lacks_registers();
+
 }  // namespace emulator::async
 
 #pragma GCC visibility pop

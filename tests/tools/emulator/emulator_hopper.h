@@ -252,16 +252,15 @@ void bulk_wait_read() {
   emulator::async::store_wait(N);
 }
 
-// All threads of a warp group call them; registers themselves are not counted here.
 template <int COUNT>
 void more_registers() {
-  static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256);
-  emulator::async::by_warp_group(nullptr, [](void* const*) {});
+  static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 240);
+  emulator::async::more_registers(COUNT);
 }
 template <int COUNT>
 void fewer_registers() {
-  static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256);
-  emulator::async::by_warp_group(nullptr, [](void* const*) {});
+  static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 240);
+  emulator::async::fewer_registers(COUNT);
 }
 
 }  // namespace crate_kernels

@@ -82,6 +82,8 @@ struct WarpGroup {
   std::deque<std::vector<Issued>> committed;
   std::map<float*, std::unique_ptr<Chain>> chains;  // by thread 0's sums
   int fenced = 0;
+  int registers = 0;  // of a thread
+  bool lacks_registers = false;
 };
 
 struct BlockState {
@@ -90,6 +92,7 @@ struct BlockState {
   int expected[16] = {};
   std::map<uint32_t, MBarrier> mbarriers;
   bool mbarriers_unfenced = false;
+  int free_registers = 0;  // that warp groups have given back
 };
 
 struct ThreadState {

@@ -125,6 +125,8 @@ enum Fault {
   kNoStoreFence,     // between the staged sums and the bulk store
   kNoStoreWait,      // the block ends before the store has read
   kStagingTooEarly,  // sums are staged again while the last store may read
+  kTooFewReturned,   // the producer gives back fewer registers than the consumers take
+  kNoneReturned,     // or none
   kFaults
 };
 
@@ -145,7 +147,11 @@ __global__ void pipeline_kernel(const __grid_constant__ TensorMap map, float* ro
   }
   __syncthreads();
   if (group == 2) {
-    fewer_registers<24>();
+    if (fault == kTooFewReturned) {
+      fewer_registers<32>();
+    } else if (fault != kNoneReturned) {
+      fewer_registers<24>();
+    }
     if (threadIdx.x == 256) {
       mbarrier_expect(ready, kOwn);
       for (int g = 0; g < 2; ++g) tensor_load(base + g * kTile, map, ready, 0, 64 * g, 0, 0);
@@ -158,7 +164,7 @@ __global__ void pipeline_kernel(const __grid_constant__ TensorMap map, float* ro
     }
     return;
   }
-  more_registers<160>();
+  more_registers<240>();
   float s[32], sums[32], columns[32];
   uint32_t e[4][4];
   for (float& v : sums) v = 0.0f;

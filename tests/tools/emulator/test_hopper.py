@@ -8,6 +8,8 @@ import re
 import pytest
 import torch
 
+from crate_kernels._cuda import cubins, sources
+from tests.cuda import compilers
 from tests.ops.conftest import poisoned_memory  # noqa: F401
 from tests.tools.emulator.test_mma import DTYPES, whole
 
@@ -41,6 +43,8 @@ FAULTS = {
     "no-store-fence": "reads what no proxy fence and barrier have ordered before it",
     "no-store-wait": "a block ended before its stores had read shared memory",
     "staging-too-early": "reads what no proxy fence and barrier have ordered before it",
+    "too-few-registers-returned": "a warp group waits for registers that no other gives back",
+    "no-registers-returned": "a warp group waits for registers that no other gives back",
 }
 
 
@@ -69,8 +73,8 @@ def test_a_product_takes_operands_without_swizzle(early, dtype, library, device)
     assert torch.equal(out.double(), left.double() @ right.double().t())
 
 
-def product_of_triton(columns, inner, mn_a, mn_b):
-    """Compile a product of (64, inner) and (inner, columns) for sm_90a; return its PTX."""
+def product_of_triton(columns, inner, mn_a, mn_b, dtype=torch.bfloat16):
+    """Compile a product of (64, inner) and (inner, columns) for sm_90a."""
     triton = pytest.importorskip("triton", reason="needs Triton: pip install triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -78,30 +82,31 @@ def product_of_triton(columns, inner, mn_a, mn_b):
     from tests.tools.emulator.triton_product import kernel
 
     sizes = {"COLUMNS": columns, "INNER": inner, "MN_A": mn_a, "MN_B": mn_b}
-    pointers = {"a_ptr": "*bf16", "b_ptr": "*bf16", "out_ptr": "*fp32"}
+    pointer = "*bf16" if dtype == torch.bfloat16 else "*fp16"
+    pointers = {"a_ptr": pointer, "b_ptr": pointer, "out_ptr": "*fp32"}
     source = ASTSource(
         fn=kernel,
         signature={**pointers, **dict.fromkeys(sizes, "constexpr")},
         constexprs=sizes,
         attrs={(n,): [["tt.divisibility", 16]] for n in range(3)},
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
-@pytest.mark.parametrize(
-    ("columns", "inner", "mn_a", "mn_b", "swizzles"),
-    [
-        (64, 64, False, False, (BYTES_128, BYTES_128)),
-        (128, 64, True, True, (BYTES_128, BYTES_128)),
-        (64, 32, False, False, (BYTES_64, BYTES_64)),
-        (32, 64, False, True, (BYTES_128, BYTES_64)),
-        (16, 16, False, True, (BYTES_32, BYTES_32)),
-    ],
-    ids=["k-major", "mn-major", "64-bytes", "mn-major-64-bytes", "32-bytes"],
-)
+# of a product: columns, inner size, whether M of A and N of B lie in consecutive elements, swizzles of both.
+SIZES = {
+    "k-major": (64, 64, False, False, (BYTES_128, BYTES_128)),
+    "mn-major": (128, 64, True, True, (BYTES_128, BYTES_128)),
+    "64-bytes": (64, 32, False, False, (BYTES_64, BYTES_64)),
+    "mn-major-64-bytes": (32, 64, False, True, (BYTES_128, BYTES_64)),
+    "32-bytes": (16, 16, False, True, (BYTES_32, BYTES_32)),
+}
+
+
+@pytest.mark.parametrize(("columns", "inner", "mn_a", "mn_b", "swizzles"), SIZES.values(), ids=SIZES)
 def test_descriptors_and_majors_are_those_of_triton(columns, inner, mn_a, mn_b, swizzles, library):
     """The leading bytes of a K-major operand, and of one atom, are not used; Triton leaves them 0."""
-    ptx = product_of_triton(columns, inner, mn_a, mn_b)
+    ptx = product_of_triton(columns, inner, mn_a, mn_b).asm["ptx"]
     products = re.findall(r"wgmma\.mma_async[^}]*}, (%rd\d+), (%rd\d+), [^,]*, 1, 1, (\d), (\d);", ptx)
     assert len(products) == inner // 16
     constants = dict(re.findall(r"(?:or|add)\.[bs]64\s+(%rd\d+), %rd\d+, (-?\d+);", ptx))
@@ -113,6 +118,50 @@ def test_descriptors_and_majors_are_those_of_triton(columns, inner, mn_a, mn_b, 
         one_atom = rows <= {BYTES_128: 64, BYTES_64: 32, BYTES_32: 16}[swizzle]
         used = ~(0x3FFF << 16) if not mn or one_atom else ~0
         assert [value & used for value in ours.tolist()] == theirs
+
+
+PRODUCT = """
+#include "common/cuda/hopper.cuh"
+using namespace crate_kernels;
+extern "C" __global__ void product(uint64_t a, uint64_t b, float* out) {
+  float d[%(N)d / 2];
+  wgmma_fence();
+  for (int kk = 0; kk < %(PRODUCTS)d; ++kk)
+    Wgmma<%(T)s, %(N)d>::ss<%(MN_A)s, %(MN_B)s>(d, advance(a, 32 * kk), advance(b, 32 * kk), kk > 0);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(d);
+  for (int i = 0; i < %(N)d / 2; ++i) out[threadIdx.x * %(N)d / 2 + i] = d[i];
+}
+"""
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("columns", "inner", "mn_a", "mn_b"),
+    [
+        pytest.param(*sizes[:4], id=name, marks=() if name == "mn-major" else pytest.mark.exhaustive)
+        for name, sizes in SIZES.items()
+    ],
+)
+def test_instructions_are_those_of_triton(columns, inner, mn_a, mn_b, dtype):
+    """Sizes, dtypes, majors, and which product of a chain has no sums to add to, in machine code."""
+    compiler = compilers.needed()
+    fields = {"N": columns, "T": "bf16" if dtype == torch.bfloat16 else "fp16", "PRODUCTS": inner // 16}
+    fields |= {"MN_A": str(mn_a).lower(), "MN_B": str(mn_b).lower()}
+    options, header = cubins.options(compiler), "common/cuda/hopper.cuh"
+    made = compiler.compile(PRODUCT % fields, compiler.architecture(90), options, sources.headers(header), [])
+    ours, theirs = map(_products, (made.binary, product_of_triton(columns, inner, mn_a, mn_b, dtype).asm["cubin"]))
+    assert len(ours) == inner // 16
+    assert ours == theirs
+
+
+def _products(cubin):
+    """List the products of a cubin's only function: the instruction, and whether it adds to sums."""
+    from tests.tools.aot import harness
+
+    (function,) = harness.disassembled(cubin)
+    return [(one.opcode, "RZ" not in one.operands) for one in function.instructions if one.name.endswith("GMMA")]
 
 
 @ORDERS
