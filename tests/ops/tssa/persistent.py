@@ -65,6 +65,11 @@ MORE = {
     "768-channels-of-48": (config(8, 2, 192), (2, 16, 196, 48), {}),
     "768-channels-784-tokens": (EIGHT, (1, 16, 784, 48), {"forward": True}),
     "768-channels-1024-tokens": (config(8, 1, 192), (1, 16, 1024, 48), {"forward": True}),
+    # Both directions fit several clusters, or one of 16 blocks.
+    "768-channels-784-tokens-of-two-clusters": (config(8, 1, 384, together=2), (1, 16, 784, 48), {}),
+    "768-channels-784-tokens-of-16-blocks": (config(16, 1, 384), (1, 16, 784, 48), {}),
+    "512-channels-1024-tokens-of-two-clusters": (config(8, 1, 384, together=2), (1, 8, 1024, 64), {}),
+    "768-channels-1024-tokens-of-four-clusters": (config(8, 1, 384, together=4), (1, 16, 1024, 48), {}),
     "padded-alone": (ALONE, (3, 8, 77, 48), {"padding": "scattered"}),
     "32-heads": (ALONE, (2, 32, 30, 16), {}),
     "one-head": (PAIRS, (2, 1, 30, 128), {}),
@@ -79,14 +84,17 @@ def taking(chosen):
         yield
 
 
-def within_budget(case, backend, dtype, device, forced):
-    """Hold a call to the error budget; return the names of the kernels that it launched and its largest share."""
+def within_budget(case, backend, dtype, device, forced, twice=False):
+    """Hold a call to the error budget; return the names of the kernels that it launched and its largest share.
+
+    ``twice``: a second run has to have the same bits.
+    """
     inputs, names, run = testing.make_inputs(case, dtype, device), [], launch.run
-    with (
-        forced,
-        mock.patch.object(launch, "run", lambda kernel, *rest: names.append(kernel.name) or run(kernel, *rest)),
-    ):
-        results = testing.run(case, inputs, backend)
+    with forced:
+        with mock.patch.object(launch, "run", lambda kernel, *rest: names.append(kernel.name) or run(kernel, *rest)):
+            results = testing.run(case, inputs, backend)
+        again = testing.run(case, inputs, backend) if twice else results
+    assert all(torch.equal(results[name], again[name]) for name in results), "two runs differ in their bits"
     eager, exact = (testing.run(case, i, "reference") for i in (inputs, inputs.to(torch.float64)))
     found = testing.measure(results, eager, exact, dtype)
     assert all(one.passed for one in found), found
@@ -115,9 +123,9 @@ class Persistent:
         sizes = nheads, head_dim, seqlen or max(self.case.lengths)
         return [persistent.shared_bytes(*sizes, back, self.config) <= MOST_SHARED for back in (False, True)]
 
-    def check(self, backend, dtype, device="cpu"):
+    def check(self, backend, dtype, device="cpu", twice=False):
         """Hold a call that these kernels take to the error budget; return the largest share of it."""
-        names, share = within_budget(self.case, backend, dtype, device, taking(self.config))
+        names, share = within_budget(self.case, backend, dtype, device, taking(self.config), twice)
         taken = [any(f"full_{way}_persistent" in name for name in names) for way in ("fwd", "bwd")]
         assert taken == [True, not self.forward_alone]
         return share

@@ -38,6 +38,22 @@ def test_they_are_within_budget(kind, name, dtype, backend, hopper):
     given.check(backend, dtype)
 
 
+@pytest.mark.parametrize(("kind", "name"), [(Persistent, "odd-heads"), (Walking, "few-tokens")])
+def test_two_runs_have_the_same_bits(kind, name, backend, hopper, monkeypatch):
+    given = kind(name)
+    hopper(given.config)
+    given.check(backend, torch.bfloat16, twice=True)
+    runs, run = [], testing.run
+    monkeypatch.setattr(testing, "run", lambda *args: runs.append(run(*args)) or _moved(runs[-1], len(runs) == 2))
+    with pytest.raises(AssertionError, match="two runs differ in their bits"):
+        given.check(backend, torch.bfloat16, twice=True)
+
+
+def _moved(results, moved):
+    """Return results whose first output is the next number, if ``moved``."""
+    return {**results, "out": torch.nextafter(results["out"], 2 * results["out"])} if moved else results
+
+
 @pytest.mark.parametrize(
     ("kind", "config", "seqlen"),
     [
