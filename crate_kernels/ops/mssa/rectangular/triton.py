@@ -269,7 +269,7 @@ def backward(rows: RangeTokens, columns: RangeTokens, call: RectangularCall) -> 
     chosen, raised = config.pop("DERIVED"), w.dtype == torch.float16
     derived = chosen > 0 and w.dtype != torch.float32 and call.scale > 0 and not sizes.call.masked
     if chosen > 1:
-        config.pop("maxnreg", None)  # chosen for the symmetric form, which has no factor
+        config.pop("maxnreg", None)  # chosen for the symmetric form
     block_i = config.pop("BLOCK_I")
     if call.seed is not None:
         block_i = min(block_i, _MASKED_ROWS)
