@@ -112,6 +112,17 @@ def test_mssa_rows_of_divided_weights_lose_as_much_in_fp16_as_if_they_were_norma
     assert bool((lost <= torch.maximum(2**-11 * weights, torch.tensor(2**-11 / n))).all())
 
 
+def test_mssa_pairs_by_halves_of_lse():
+    a = Attention()
+    n = a.lse / 2
+    e, gamma = (a.scores - n[:, None] - n).exp(), (n - n.max()).exp()
+    close(e, (a.weights * a.weights.T).sqrt())
+    h = a.g * (n.max() - n).exp()[:, None]
+    d = (h * a.out).sum(1) - a.dlse * (n.max() - n).exp()
+    as_key = gamma * (h @ a.w.T - d[:, None])  # [i, j]: j as key of i
+    close(gamma[:, None] * (e @ h) + SCALE * e * (as_key + as_key.T) @ a.w, a.dw)
+
+
 def test_mssa_softmax_without_a_running_maximum():
     a = Attention()
     n = a.scores.diagonal() / 2

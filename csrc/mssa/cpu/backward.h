@@ -4,6 +4,7 @@
 //   A_ij = scale E_ij (gamma_j (ghat_i . w_j - dhat_i) + gamma_i (ghat_j . w_i - dhat_j))
 // is symmetric, and both bracketed products are one of inner size 2 head_dim. Rows and columns then take
 //   dw_j += gamma_j sum_i E_ij ghat_i + sum_i A_ij w_i:  seven products per pair of tiles.
+// Where norms spread too far for this, or scale is negative, halves of lse take the place of half norms in 16 bits.
 // Row form: P_ij = 2^(S_ij - lse_i), A_ij = scale P_ij (R_ij dout_i . w_j - delta_i + dlse_i),
 //   dw_j += sum_i P_ij R_ij dout_i + A_ij w_i,  dw_i += sum_j A_ij w_j:  five products per tile.
 // 1 / l and delta: row_stats.h.
@@ -35,8 +36,8 @@ class Backward {
     const HalfNormRange extent(tiles_.half_norms, tiles_.keys.count);
     if (tiles_.keys.count > 0) max_half_norm_ = fmaxf(fabsf(extent.minimum), fabsf(extent.maximum));
     if (p_.dtype != Dtype::f32 && !p_.dropout && !p_.threshold) stats_.find_rounding();
-    const bool paired = tiles_.pairs_allowed(extent) && pairs_serve();
-    if (paired) pairs(extent.maximum);
+    const bool paired = tiles_.has_all_pairs() && pairs_serve() && (tiles_.norms_serve(extent) || halve_lse());
+    if (paired) pairs(HalfNormRange(tiles_.half_norms, tiles_.keys.count).maximum);
     if (!paired || !tiles_.queries_are_keys()) rows(paired);
     if (partial == nullptr) mssa_combine(p_, head_, 1, share, 0, head_.nkeys);
   }
@@ -111,6 +112,26 @@ class Backward {
     // Each part would recompute the rows of all parts. For heads with large norms the row form is more exact: it
     // divides the weights first.
     return untrusted == 0 || (p_.dtype == Dtype::f32 && tiles_.parts == 1 && max_half_norm_ <= kTallestPairs);
+  }
+
+  // Makes lse_j / 2 the half norm of each key j, unless an lse is too large, or too far from another. Pairs are then
+  // E_ij = sqrt(P_ij P_ji), at most 1 whatever the norms and the sign of scale. Not in fp32, where the row form has
+  // three quarters of the error. False: nothing is changed.
+  bool halve_lse() {
+    if (p_.dtype == Dtype::f32) return false;
+    const auto half = [this](int key) { return 0.5f * static_cast<float>(kLog2e) * head_.lse[tiles_.keys.token[key]]; };
+    float minimum = INFINITY, maximum = -INFINITY;
+    for (int k = 0; k < tiles_.keys.count; ++k) {
+      if (!(fabsf(head_.lse[tiles_.keys.token[k]]) <= trusted_lse(p_.dtype))) return false;
+      minimum = fminf(minimum, half(k));
+      maximum = fmaxf(maximum, half(k));
+    }
+    if (maximum - minimum > kSafeSpread || fmaxf(maximum, -minimum) > kSafeHeight) return false;
+    for (int k = 0; k < tiles_.keys.count; ++k) tiles_.half_norms[k] = whole_bits(half(k));
+    // Scores of padding are 0, and its weights must be finite, too: an lse may be far below 0.
+    const float padding = fmaxf(0.0f, -whole_bits(minimum));
+    for (int k = tiles_.keys.count; k < tiles_.keys.blocks * kTile; ++k) tiles_.half_norms[k] = padding;
+    return true;
   }
 
   // Collects the rows without delta, and recomputes them by blocks.

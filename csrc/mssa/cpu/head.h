@@ -95,12 +95,16 @@ CRATE_INLINE bool owns_block(int block, int part, int parts) {
   return part == (place < parts ? place : 2 * parts - 1 - place);
 }
 
+// A number of bits, below 2^22, rounded to an integer.
+CRATE_INLINE float whole_bits(float bits) {
+  const float magic = 12582912.0f;
+  return (bits + magic) - magic;
+}
+
 // h = S_ii / 2 in bits, rounded to an integer. Any value near S_ii / 2 serves. Integers are subtracted from exponents,
 // and products with 2^h are exact, so neither the scores nor the masses of the values are rounded.
 CRATE_INLINE float half_norm(const float* row, int64_t width, float factor) {
-  const float magic = 12582912.0f;
-  const float h = 0.5f * factor * row_dot(row, row, width);
-  return (h + magic) - magic;
+  return whole_bits(0.5f * factor * row_dot(row, row, width));
 }
 
 // The smallest and the largest h of some keys.
@@ -219,11 +223,16 @@ struct HeadTiles {
     return query_panel;
   }
 
-  // True if tiles may serve their rows and their columns, without maxima.
-  bool pairs_allowed(const HalfNormRange& extent) const {
-    return head.itself && extent.safe(safe_height()) && keys.count > 1 && p.scale > 0 && hides_none(p.mask) &&
-           !p.dropout && !p.threshold;
+  // True if every tile has all of its pairs, both ways and without factors.
+  bool has_all_pairs() const {
+    return head.itself && keys.count > 1 && hides_none(p.mask) && !p.dropout && !p.threshold;
   }
+
+  // True if half norms may shift the scores of pairs, without maxima.
+  bool norms_serve(const HalfNormRange& extent) const { return extent.safe(safe_height()) && p.scale > 0; }
+
+  // True if tiles may serve their rows and their columns, without maxima.
+  bool pairs_allowed(const HalfNormRange& extent) const { return has_all_pairs() && norms_serve(extent); }
 
   // The largest h with which scores are shifted by their bound. In fp32 a weight that is all of its row is exactly 1
   // only if the maximum is subtracted. Only then is the row's out equal to its token, on which a range's delta depends.
