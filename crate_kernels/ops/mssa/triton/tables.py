@@ -170,6 +170,8 @@ BACKWARD = Table(
         "sm_90": _BACKWARD_HOPPER,
         "sm_100": _BACKWARD_BLACKWELL,
         "gfx942": (
+            LaunchRow(_backward(64, 32, 4, 1, derived=2), head_dim=96, half=True),
+            LaunchRow(_backward(64, 32, 4, 1), head_dim=112, half=True),  # dividing fp16 spills there
             LaunchRow(_backward(64, 32, 4, 1, derived=2), head_dim=128, half=True),
             LaunchRow(_backward(32, 16, 4, 1)),
         ),
