@@ -23,7 +23,7 @@ from tests.gpu import lines, processes, smoke, suite
 
 triton = pytest.importorskip("triton", reason="its dry run interprets Triton's kernels: pip install triton")
 
-from tests.gpu import ncu, timing  # noqa: E402
+from tests.gpu import timing  # noqa: E402
 
 SECONDS = {part.name: 60 * part.minutes for part in gpu.PARTS}
 DONE, FAILED, INCOMPLETE, BROKEN = processes.DONE, processes.FAILED, processes.INCOMPLETE, processes.BROKEN
@@ -300,32 +300,6 @@ def test_processes_side_by_side_share_a_part(part, tmp_path, monkeypatch):
         for name, value in {"--worker": number, "--workers": 2, "--seconds": 7.0, "--out": tmp_path}.items():
             assert given[given.index(name) + 1] == str(value)
     assert len(commands) == 2
-
-
-def test_a_step_over_its_estimate_is_reported(tmp_path, monkeypatch):
-    said = []
-
-    def run_ncu(command, **options):
-        said.append(command)
-        return SimpleNamespace(stdout="busy", stderr="")
-
-    monkeypatch.setattr(ncu.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(ncu.subprocess, "run", run_ncu)
-    for name, step in ncu.STEPS.items():
-        assert ncu.judged(name, step, 1.29e-6 * step.micros, tmp_path).get("report") is None
-    found = ncu.judged("pairs of 128, causal", ncu.STEPS["pairs of 128, causal"], 9e-3, tmp_path)
-    assert found == {"micros": 9000.0, "estimate": 6300, "ratio": 1.43, "report": "ncu-pairs-of-128-causal.txt"}
-    assert (tmp_path / found["report"]).read_text() == "busy"
-    ((tool, *words),) = said
-    assert (tool, words[words.index("--kernel-name") + 1]) == ("/bin/ncu", "regex:long_")
-
-
-def test_tables_of_a_step_take_its_kernels():
-    for step in ncu.STEPS.values():
-        with ncu.taken(step):
-            for table, config in step.tables.items():
-                head_dim = step.shape[1] * step.shape[3] if step.op == "tssa" else step.shape[3]
-                assert table.config(torch.device("cpu"), head_dim, step.shape[2], False, torch.bfloat16) == config
 
 
 class Device:

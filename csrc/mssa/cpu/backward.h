@@ -10,6 +10,7 @@
 // 1 / l and delta: row_stats.h.
 #pragma once
 
+#include "half_lse.h"
 #include "row_stats.h"
 #include "shares.h"
 #include "short_backward.h"
@@ -36,7 +37,7 @@ class Backward {
     const HalfNormRange extent(tiles_.half_norms, tiles_.keys.count);
     if (tiles_.keys.count > 0) max_half_norm_ = fmaxf(fabsf(extent.minimum), fabsf(extent.maximum));
     if (p_.dtype != Dtype::f32 && !p_.dropout && !p_.threshold) stats_.find_rounding();
-    const bool paired = tiles_.has_all_pairs() && pairs_serve() && (tiles_.norms_serve(extent) || halve_lse());
+    const bool paired = tiles_.has_all_pairs() && pairs_serve() && (tiles_.norms_serve(extent) || halve_lse(tiles_));
     if (paired) pairs(HalfNormRange(tiles_.half_norms, tiles_.keys.count).maximum);
     if (!paired || !tiles_.queries_are_keys()) rows(paired);
     if (partial == nullptr) mssa_combine(p_, head_, 1, share, 0, head_.nkeys);
@@ -112,26 +113,6 @@ class Backward {
     // Each part would recompute the rows of all parts. For heads with large norms the row form is more exact: it
     // divides the weights first.
     return untrusted == 0 || (p_.dtype == Dtype::f32 && tiles_.parts == 1 && max_half_norm_ <= kTallestPairs);
-  }
-
-  // Makes lse_j / 2 the half norm of each key j, unless an lse is too large, or too far from another. Pairs are then
-  // E_ij = sqrt(P_ij P_ji), at most 1 whatever the norms and the sign of scale. Not in fp32, where the row form has
-  // three quarters of the error. False: nothing is changed.
-  bool halve_lse() {
-    if (p_.dtype == Dtype::f32) return false;
-    const auto half = [this](int key) { return 0.5f * static_cast<float>(kLog2e) * head_.lse[tiles_.keys.token[key]]; };
-    float minimum = INFINITY, maximum = -INFINITY;
-    for (int k = 0; k < tiles_.keys.count; ++k) {
-      if (!(fabsf(head_.lse[tiles_.keys.token[k]]) <= trusted_lse(p_.dtype))) return false;
-      minimum = fminf(minimum, half(k));
-      maximum = fmaxf(maximum, half(k));
-    }
-    if (maximum - minimum > kSafeSpread || fmaxf(maximum, -minimum) > kSafeHeight) return false;
-    for (int k = 0; k < tiles_.keys.count; ++k) tiles_.half_norms[k] = whole_bits(half(k));
-    // Scores of padding are 0, and its weights must be finite, too: an lse may be far below 0.
-    const float padding = fmaxf(0.0f, -whole_bits(minimum));
-    for (int k = tiles_.keys.count; k < tiles_.keys.blocks * kTile; ++k) tiles_.half_norms[k] = padding;
-    return true;
   }
 
   // Collects the rows without delta, and recomputes them by blocks.

@@ -5,14 +5,13 @@
 #include <string>
 #include <vector>
 
-#include <sys/mman.h>
 #include <ucontext.h>
-#include <unistd.h>
 
 #include <torch/headeronly/util/Exception.h>
 
 #include "../../../csrc/common/cuda/mma.cuh"
 #include "emulator_async.h"
+#include "emulator_memory.h"
 
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
@@ -24,29 +23,6 @@ Thread* current = nullptr;
 namespace {
 
 constexpr int64_t kStack = 256 * 1024, kCanary = 256;
-
-int64_t page() {
-  static const int64_t size = sysconf(_SC_PAGESIZE);
-  return size;
-}
-
-// Whole pages of memory, with an inaccessible page on either side.
-class Guarded {
- public:
-  explicit Guarded(int64_t bytes) : size_((bytes + page() - 1) / page() * page() + 2 * page()) {
-    base_ = static_cast<unsigned char*>(mmap(nullptr, size_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    STD_TORCH_CHECK(base_ != MAP_FAILED, "no memory for the emulator");
-    if (size_ > 2 * page()) mprotect(begin(), size_ - 2 * page(), PROT_READ | PROT_WRITE);
-  }
-  ~Guarded() { munmap(base_, size_); }
-  Guarded(const Guarded&) = delete;
-  unsigned char* begin() const { return base_ + page(); }
-  unsigned char* end() const { return base_ + size_ - page(); }
-
- private:
-  int64_t size_;
-  unsigned char* base_;
-};
 
 using Context = void* [5];  // of the compiler's own setjmp: five words, where the library's saves all registers
 
