@@ -93,11 +93,12 @@ def within_budget(case, backend, dtype, device, forced, twice=False):
     with forced:
         with mock.patch.object(launch, "run", lambda kernel, *rest: names.append(kernel.name) or run(kernel, *rest)):
             results = testing.run(case, inputs, backend)
-        again = testing.run(case, inputs, backend) if twice else results
-    assert all(torch.equal(results[name], again[name]) for name in results), "two runs differ in their bits"
+        again = testing.run(case, inputs, backend) if twice else None
     eager, exact = (testing.run(case, i, "reference") for i in (inputs, inputs.to(torch.float64)))
     found = testing.measure(results, eager, exact, dtype)
     assert all(one.passed for one in found), found
+    if twice:
+        assert all(torch.equal(results[name], again[name]) for name in results), "two runs differ in their bits"
     return names, max(one.share for one in found)
 
 
