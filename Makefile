@@ -94,7 +94,8 @@ test-aarch64: .venv/test.stamp
 	$(BIN)/python -m pytest -p tests.tools.aarch64.plugin $(SPREAD) tests/ops -k aarch64 $(ARGS)
 
 # The operators on an extension that stops at the first address out of bounds or undefined operation. Its home is its own,
-# so that it is not mistaken for the fast one; -O1 compiles in a third of the time, with the multiply-adds that budgets rest on.
+# so that it is not mistaken for the fast one. -O1 compiles in a third of the time, with the multiply-adds that
+# tolerances assume.
 # Python itself is not compiled so: the runtimes come first by preloading. pytest captures no output of C++, which is what
 # a sanitizer says before it ends the process.
 SANITIZED = XDG_CACHE_HOME= HOME=$(CURDIR)/.venv/sanitized

@@ -162,7 +162,7 @@ def read(log):
 def table(found, count, out):
     """Print what came of each cell's seeds; return the exit status."""
     head = "".join(f"{status:>9}" for status in STATUSES)
-    print(f"{'operator':<20}{'backend':<12}{'seeds':>8}{head}   largest error in budgets, of seed    ms each")
+    print(f"{'operator':<20}{'backend':<12}{'seeds':>8}{head}   largest error / tolerance, of seed    ms each")
     total = Counter()
     for (op, backend), rows in found.items():
         for row in rows.values():

@@ -42,7 +42,7 @@ MODULES = {
 
 
 def results(module, x, **options):
-    """Output and every gradient, by the names that the budget knows."""
+    """Output and every gradient, by the names that the tolerance knows."""
     leaf = x.clone().requires_grad_()
     out = module(leaf, **options)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=F64).to(out.dtype)

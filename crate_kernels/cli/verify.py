@@ -27,7 +27,7 @@ class VerifyRow:
     output: str
     error: float
     relative_to_eager: float | None
-    budget: float
+    tolerance: float
     passed: bool
     note: str = ""
 
@@ -122,6 +122,6 @@ def _cells(rows: list[VerifyRow]) -> list[list[str]]:
     cells = []
     for row in rows:
         ratio = "-" if row.relative_to_eager is None else f"{row.relative_to_eager:.2f}"
-        numbers = [f"{row.error:.1e}", ratio, f"{row.budget:.1e}"]
+        numbers = [f"{row.error:.1e}", ratio, f"{row.tolerance:.1e}"]
         cells.append([row.case, row.backend, row.dtype, row.output, *numbers, "yes" if row.passed else "NO"])
     return cells

@@ -11,11 +11,11 @@ import torch
 
 from tests.apart import oracle, philox
 from tests.apart.attention import CHANGED, IN_PLACE, MAY_REFUSE
-from tests.apart.budget import FORWARD, GRADIENT, Budget, Wrong, check, error, same
 from tests.apart.call import HEAD, HOPPER
+from tests.apart.tolerance import FORWARD, GRADIENT, ToleranceChecker, Wrong, check, error, same
 
 REDRAWN = 15
-MOST = 3.0  # budgets that no luck explains
+MOST = 3.0  # tolerances that no luck explains
 LSE_ON_HOPPER = {"bfloat16": 2.7e-6, "float16": 6.7e-7}  # error that docs/numerics.md states
 
 
@@ -28,11 +28,11 @@ class Verdict:
     """What came of a call.
 
     Attributes:
-        status: "passed", "close" (over its budget but for eager's luck, with these numbers or with most others),
-            "refused" (as documented), "limit" (over its budget where the documentation says so), "failed", or "broken"
+        status: "passed", "close" (over its tolerance but for eager's luck, with these numbers or with most others),
+            "refused" (as documented), "limit" (over its tolerance, as documented), "failed", or "broken"
             (the fuzzer itself).
         why: the largest error or what was wrong.
-        ratio: the largest error as a share of its budget.
+        ratio: the largest error as a share of its tolerance.
         seconds: what it took.
     """
 
@@ -60,7 +60,7 @@ def judge(call):
 
 
 def by_luck(call, wrong):
-    """Whether the same call with other numbers is within its budget mostly: a kernel that is wrong is so with most."""
+    """Whether most calls with other numbers are within tolerance: a kernel that is wrong is so with most."""
     if not 1.0 < wrong.ratio <= MOST:
         return False
     return statistics.median(share(redrawn(call, turn)) for turn in range(1, REDRAWN + 1)) <= 1.0
@@ -74,7 +74,7 @@ def redrawn(call, turn):
 
 
 def share(call):
-    """Return the largest error of a call as a share of its budget; infinite if something else is wrong with it."""
+    """Return the largest error of a call as a share of its tolerance; infinite if something else is wrong with it."""
     try:
         return _judge(call).ratio
     except Wrong as wrong:
@@ -162,21 +162,21 @@ def _judge(call):
         torch.set_rng_state(state)
         return equations(call, tensors, seed, cast, nudge, call.context if context and call.working else "")
 
-    budget = Budget(evaluate, before, call.working or call.dtype, call.lenient, call.jumps)
+    checker = ToleranceChecker(evaluate, before, call.working or call.dtype, call.lenient, call.jumps)
     # Where float64 has no number for an output, as with a bias of -inf in every head, its gradient has none either.
     given = not any(value.isfinite().logical_not().any() for name, value in before.items() if name in ("w", "x"))
-    defined = not given or not any(budget.exact()[name].isnan().any() for name in call.outputs)
+    defined = not given or not any(checker.exact()[name].isnan().any() for name in call.outputs)
     for name, value in got.items():
         gradient = name.startswith("d")
         if defined or not gradient:
-            budget.check_against(name, value, GRADIENT if gradient or call.kind.endswith("transforms") else FORWARD)
-    return finished(budget)
+            checker.check_against(name, value, GRADIENT if gradient or call.kind.endswith("transforms") else FORWARD)
+    return finished(checker)
 
 
-def finished(budget):
-    """Return the verdict of a call whose results have all been held to the budget."""
-    budget.raise_if_over()
-    return Verdict("close" if budget.close else "passed", budget.why, budget.worst)
+def finished(checker):
+    """Return the verdict of a call whose results have all been held to the tolerance."""
+    checker.raise_if_over()
+    return Verdict("close" if checker.close else "passed", checker.why, checker.worst)
 
 
 def documented(call, error):

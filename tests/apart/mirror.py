@@ -3,9 +3,9 @@
 import torch
 
 from tests.apart import oracle
-from tests.apart.budget import FORWARD, Budget, Wrong, check, same
 from tests.apart.call import DTYPES
 from tests.apart.judge import Verdict, documented
+from tests.apart.tolerance import FORWARD, ToleranceChecker, Wrong, check, same
 
 
 def follow(call, space):
@@ -86,7 +86,7 @@ def _compare(call, cache, rows, where):
 
 
 def _check_outputs(call, step, space, rows, where):
-    """Hold what one append returned to the budget."""
+    """Hold what one append returned to the tolerance."""
     kept, names = _kept_tokens(space, step), call.outputs
     tensors = {"w": space["w"], "temp": space.get("temp"), "bias": space.get("bias")}
     tensors |= {f"row {b}": row for b, row in enumerate(rows)}
@@ -98,11 +98,11 @@ def _check_outputs(call, step, space, rows, where):
         both = _attention(call, cached, t["w"], kept) if call.op == "mssa" else _statistics(cached, t, kept)
         return dict(zip(names, both, strict=True))
 
-    budget = Budget(evaluate, tensors, call.dtype, lenient=step["backend"] == "reference")
+    checker = ToleranceChecker(evaluate, tensors, call.dtype, lenient=step["backend"] == "reference")
     for name in step["outputs"]:
-        budget.check_against(name, space[name], FORWARD, where)
-    budget.raise_if_over()
-    return Verdict("close" if budget.close else "passed", budget.why, budget.worst)
+        checker.check_against(name, space[name], FORWARD, where)
+    checker.raise_if_over()
+    return Verdict("close" if checker.close else "passed", checker.why, checker.worst)
 
 
 def _attention(call, rows, w, kept):

@@ -1,8 +1,8 @@
 """Calls with one argument that cannot be: an error of a documented type that begins with the operator's name."""
 
-from tests.apart.budget import Wrong, check, same
 from tests.apart.call import DrawnCall
 from tests.apart.judge import Refused
+from tests.apart.tolerance import Wrong, check, same
 
 _SETUP = """
 w = torch.randn(2, 3, 8, 16, generator=g)

@@ -11,12 +11,12 @@ import torch
 from tests.apart import judge as judges
 from tests.apart import oracle
 from tests.apart.attention import ANOTHER, MAY_REFUSE, SAVED, hooks
-from tests.apart.budget import Wrong
 from tests.apart.call import has_cpp
 from tests.apart.draw import draw, seeds_of
 from tests.apart.judge import judge
 from tests.apart.machines import quiet
 from tests.apart.philox import philox
+from tests.apart.tolerance import Wrong
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +43,9 @@ def test_drawn_calls_of_cpp_pass(operator):
 
 
 MISTAKES = {
-    "value": ("out = out * (1 + 1e-4)", "budgets: out"),
-    "bias": ("out = out + 1e-6 * out.abs().max().detach()", "[12][.0-9]* budgets: out"),
-    "gradient": ("out = out + (w - w.detach()).sum() * 1e-2", "budgets: dw"),
+    "value": ("out = out * (1 + 1e-4)", "tolerances: out"),
+    "bias": ("out = out + 1e-6 * out.abs().max().detach()", "[12][.0-9]* tolerances: out"),
+    "gradient": ("out = out + (w - w.detach()).sum() * 1e-2", "tolerances: dw"),
     "infinite": ("out = out / 0", "out is not finite"),
     "detached": ("out = out.detach()", "does not require grad"),
     "written": ("w.data.add_(1)", "w was written to"),
@@ -115,13 +115,13 @@ def test_the_judge_sees_a_backward_that_trusts_what_it_is_handed(mode, careful):
         call.context = hooks(mode)
     verdict = judge(call)
     assert verdict.status == ("passed" if careful or mode not in MAY_REFUSE else "failed"), verdict.why
-    assert verdict.status == "passed" or "budgets: dw" in verdict.why
+    assert verdict.status == "passed" or "tolerances: dw" in verdict.why
 
 
 @pytest.mark.parametrize(
     ("ratio", "over", "luck"),
     [(2.0, 7, True), (2.0, 8, False), (3.1, 0, False), (0.0, 0, False)],
-    ids=["some", "most", "far", "no budget"],
+    ids=["some", "most", "far", "no tolerance"],
 )
 def test_luck_is_what_most_other_numbers_do_not_have(ratio, over, luck, monkeypatch):
     call = draw(next(seeds_of("mssa")), "composite")

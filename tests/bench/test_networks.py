@@ -60,7 +60,7 @@ def test_batches_of_networks():
 
 
 @pytest.mark.parametrize(("shares", "passed"), [([2, 0.5, 0.6, 0.7, 9], True), ([2, 3, 0.1, 0.2, 1.5], False)])
-def test_a_network_beyond_its_budget_is_judged_by_the_median_draw(shares, passed, monkeypatch):
+def test_a_network_beyond_its_tolerance_is_judged_by_the_median_draw(shares, passed, monkeypatch):
     drawn = []
 
     def verdict(draw, *args):

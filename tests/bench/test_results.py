@@ -281,7 +281,7 @@ def test_bench_says_that_its_times_are_of_a_busy_machine(before, after, bench, t
 
 
 @pytest.mark.parametrize("name", ["eager", "composite"])
-def test_bench_marks_a_provider_beyond_its_budget(name, bench, monkeypatch):
+def test_bench_marks_a_provider_beyond_its_tolerance(name, bench, monkeypatch):
     every = providers.of
 
     def off(provider):

@@ -63,7 +63,7 @@ def test_verify_passes(one_case, capsys):
     assert verify("--json") == 0
     (row,) = printed(capsys)
     assert (row["case"], row["backend"], row["dtype"], row["passed"]) == (str(CASE), "composite", "fp32", True)
-    assert 0 < row["error"] <= row["budget"]
+    assert 0 < row["error"] <= row["tolerance"]
     assert verify() == 0
     assert "1 passed, 0 failed, on cpu" in capsys.readouterr().out
 
@@ -80,7 +80,7 @@ def test_verify_fails_where_a_kernel_is_wrong(forward, words, one_case, monkeypa
 
 
 def test_verify_fails_where_a_gradient_alone_is_no_number(one_case, monkeypatch, capsys):
-    """Its share of the budget is no number either, which is larger than none."""
+    """Its share of the tolerance is no number either, which is larger than none."""
     backward = composite.backward
     monkeypatch.setattr(composite, "backward", lambda *args: tuple(g * torch.nan for g in backward(*args)))
     assert verify("--json") == 1

@@ -1,4 +1,4 @@
-"""Models over meshes of two dimensions: the gradients of one process, exactly in float64, and in bfloat16 by budget.
+"""Models over meshes of two dimensions have one process's gradients: exactly in float64, within tolerance in bfloat16.
 
 For 4 processes. Each way of cutting is also tested with recomputed activations.
 """

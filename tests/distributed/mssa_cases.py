@@ -80,8 +80,8 @@ def a_chosen_form(group):
                 distributed.mssa(own(w, group), group, backend="reference")
 
 
-def over_budget(group, calls, w, autocast=False, mask=None, **options):
-    """Compare calls with eager's and float64's in one process; return the errors over budget."""
+def over_tolerance(group, calls, w, autocast=False, mask=None, **options):
+    """Compare calls with eager's and float64's in one process; return the errors over tolerance."""
     dout = drawn(*w.shape, seed=1).to(w.dtype)
 
     def differentiate(call, w, dout):
@@ -106,10 +106,10 @@ def over_budget(group, calls, w, autocast=False, mask=None, **options):
 
 
 def half_precision(group):
-    """bf16 tokens, under autocast too, stay in budget; under autocast fp32 tokens are bf16."""
+    """bf16 tokens, under autocast too, stay within tolerance; under autocast fp32 tokens are bf16."""
     w, calls = drawn(BATCH, HEADS, 9, HEAD_DIM), [{"form": form} for form in FORMS]
     for autocast in (False, True):
-        assert over_budget(group, calls, w.bfloat16(), autocast) == []
+        assert over_tolerance(group, calls, w.bfloat16(), autocast) == []
     with torch.autocast("cpu", torch.bfloat16):
         for call in calls:
             assert distributed.mssa(own(w, group).float(), group, **call).dtype == torch.bfloat16
@@ -118,7 +118,7 @@ def half_precision(group):
 def summed_in_float32(group):
     """Of bf16 gradients, summed from several meetings of parts, as many are the nearest number as in one process.
 
-    Summed in bf16, a tenth fewer are: too little for a budget of errors.
+    Summed in bf16, a tenth fewer are: too little for an error tolerance.
     """
     w, dout = (drawn(BATCH, HEADS, 90, 16, seed=seed).bfloat16() for seed in (0, 1))
 
@@ -136,14 +136,14 @@ def summed_in_float32(group):
 
 
 def by_the_kernels(group):
-    """The C++ kernels of every form: in budget, with the dropout masks of one process."""
+    """The C++ kernels of every form: within tolerance, with the dropout masks of one process."""
     w = 1.5 * drawn(BATCH, HEADS, 90, 16)
     calls = [{"form": form, "backend": "cpp", "balanced": balanced} for form in FORMS for balanced in (False, True)]
     for options in ({}, {"causal": True}, {"dropout_p": 0.4}, {"dropout_p": 0.4, "causal": True}):
-        assert over_budget(group, calls, w.float(), **options) == [], options
-    assert over_budget(group, calls, w.bfloat16(), causal=True) == []
+        assert over_tolerance(group, calls, w.float(), **options) == [], options
+    assert over_tolerance(group, calls, w.bfloat16(), causal=True) == []
     for padding in ("right", "none-left"):
-        assert over_budget(group, calls, w.float(), mask=mask_of(w.shape[2], padding), causal=True) == [], padding
+        assert over_tolerance(group, calls, w.float(), mask=mask_of(w.shape[2], padding), causal=True) == [], padding
 
 
 def a_delta_that_cancels(group):
@@ -152,7 +152,7 @@ def a_delta_that_cancels(group):
     for seed in range(4):
         w = drawn(BATCH, HEADS, 8, 64, seed=seed).bfloat16()
         w[:, :, 0] *= 30
-        assert over_budget(group, calls, w) == [], seed
+        assert over_tolerance(group, calls, w) == [], seed
 
 
 def dropout_by_default(group):
@@ -162,7 +162,7 @@ def dropout_by_default(group):
         w = drawn(BATCH, HEADS, 9, head_dim).float() * 2 * head_dim**-0.5
         for causal in (False, True):
             options = {"dropout_p": 0.4, "causal": causal, "mask": mask_of(9, padding)}
-            assert over_budget(group, calls, w, **options) == [], (head_dim, padding, causal)
+            assert over_tolerance(group, calls, w, **options) == [], (head_dim, padding, causal)
 
 
 def composite_of_one_process_has_other_masks(group):

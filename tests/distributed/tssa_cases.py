@@ -78,7 +78,7 @@ def half_precision(group):
 
 
 def of_any_magnitude(group):
-    """fp32 tokens and upstream gradients whose products leave its range: gradients stay in budget, as one process's."""
+    """Products of tokens and upstream gradients leave fp32's range; gradients are as one process's, within tolerance."""
 
     def differentiate(call, w, dout, causal):
         w, temp = w.detach().requires_grad_(), TEMP.to(w.dtype).requires_grad_()

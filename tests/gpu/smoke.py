@@ -82,7 +82,7 @@ def describe():
 
 
 def check(case, backend, dtype, device):
-    """Hold one call to the error budget, of a backend or of what None takes; return its worst share of it."""
+    """Hold one call to the error tolerance, of a backend or of what None takes; return its worst share of it."""
     if backend is not None:
         reason = backends.unavailable_reason(testing.SPECS[case.op].package, backend, torch.device(device))
         reason = reason or testing.excluded(case, backend, dtype, device)
@@ -97,12 +97,12 @@ def check(case, backend, dtype, device):
     found = testing.measure(results, eager, exact, dtype)
     wrong = [one.output for one in found if not one.passed]
     if wrong:
-        raise AssertionError(f"{wrong} have errors beyond the budget: {found}")
+        raise AssertionError(f"{wrong} have errors beyond the tolerance: {found}")
     return {"share": round(max(one.share for one in found), 3)}
 
 
 def hopper(kind, direction, case, dtype):
-    """Hold a kernel of sm_90a, which nothing chooses by default, to the error budget; return the share of it."""
+    """Hold a kernel of sm_90a, which nothing chooses by default, to the error tolerance; return the share of it."""
     if launch.arch(torch.device("cuda")) != "sm_90":
         raise Skipped("these kernels are for sm_90a")
     given = kind(case, dtype, device="cuda")
@@ -117,7 +117,7 @@ def hopper(kind, direction, case, dtype):
 
 
 def clusters(kind, case, dtype):
-    """Hold kernels of tssa that nothing chooses by default to the error budget and to the same bits in two runs."""
+    """Hold kernels of tssa that nothing chooses by default to the error tolerance, and two runs to the same bits."""
     if launch.arch(torch.device("cuda")) != "sm_90":
         raise Skipped("these kernels are for sm_90a")
     reason = backends.unavailable_reason("tssa", "cpp", torch.device("cuda"))
@@ -138,7 +138,7 @@ def generation(name, device="cuda", **sizes):
 
 
 def stream(name, device="cuda"):
-    """Hold a step whose products are those of persistent programs, which no table takes, to the error budget."""
+    """Hold a step whose products are those of persistent programs, which no table takes, to the error tolerance."""
     if device == "cuda" and launch.arch(torch.device(device)) not in ("sm_90", "sm_100"):
         raise Skipped("persistent products are for sm_90 and sm_100")
     from crate_kernels._triton.table import forced
@@ -164,7 +164,7 @@ def cublaslt(taken=1):
 
 
 def by_lt(name, dtype, device="cuda"):
-    """Hold a step by cuBLASLt's products to the error budget."""
+    """Hold a step by cuBLASLt's products to the error tolerance."""
     op, shape, options = STREAMS[name]
     with cublaslt():
         return check(testing.Case(op, f"lt-{name}", shape, options), "triton", dtype, device)

@@ -75,7 +75,7 @@ def test_persistent_products_are_held_to_float64_where_a_gpu_has_them(monkeypatc
 
 def test_a_smoke_item_that_fails_stops_nothing(tmp_path, monkeypatch):
     def wrong():
-        raise AssertionError("beyond the budget")
+        raise AssertionError("beyond the tolerance")
 
     def missing():
         raise smoke.Skipped("not there")

@@ -62,4 +62,4 @@ def test_what_is_shipped_compiles_and_fits(target, name):
         with table.forced(workload.table, config), OnMeta():
             launches = harness.launches(call, target)
         kernels = [harness.compile_launch(launch, target) for launch in launches]
-        assert harness.over_budget(kernels, target, f"ranked {name}", True) == [], config
+        assert harness.over_limits(kernels, target, f"ranked {name}", True) == [], config

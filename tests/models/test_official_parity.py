@@ -100,6 +100,6 @@ def test_same_output_and_gradients(system, backend, device):
         published = (golden - oracle).abs().max()
         assert published <= 32 * eps, f"{key}: the oracle is not the published function"
         rounding = torch.maximum(published, (eager[key].double() - oracle).abs().max())
-        budget = (3 if key.startswith("grad") else 2) * (rounding + eps)
+        tolerance = (3 if key.startswith("grad") else 2) * (rounding + eps)
         assert actual.isfinite().all()
-        assert (actual - oracle).abs().max() <= budget, key
+        assert (actual - oracle).abs().max() <= tolerance, key

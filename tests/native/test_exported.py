@@ -119,7 +119,7 @@ def test_schemas_are_those_of_the_package(alone, name):
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op}-{case.name}")
 def test_results_are_those_of_the_package(alone, case, dtype):
-    """Of the same kernels to the bit; the products of sparse coding are others, and kept to the budget."""
+    """Of the same kernels to the bit; the products of sparse coding are others, and within tolerance."""
     found, (_, _, here) = (alone[which][repr(case), dtype] for which in ("calls", "here"))
     here = here if isinstance(here, tuple) else (here,)
     assert [(t.shape, t.stride(), t.dtype) for t in found] == [(t.shape, t.stride(), t.dtype) for t in here]

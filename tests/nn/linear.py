@@ -54,5 +54,5 @@ def check(ours, plain, x):
             continue
         factor = FORWARD_FACTOR if name == "y" else GRADIENT_FACTOR
         size = target.abs().max()
-        budget = factor * ((eager[name].double() - target).abs().max() + eps * size)
-        assert (actual[name].double() - target).abs().max() <= budget, name
+        tolerance = factor * ((eager[name].double() - target).abs().max() + eps * size)
+        assert (actual[name].double() - target).abs().max() <= tolerance, name

@@ -1,4 +1,4 @@
-"""Shared parts of the operator tests: the backends of this machine, losses, keep masks and budgets."""
+"""Shared parts of the operator tests: the backends of this machine, losses, keep masks and tolerances."""
 
 import os
 from dataclasses import replace
@@ -145,7 +145,7 @@ def keep_mask(seed, dropout_p, heads, rows, columns):
 _expected = {}
 
 
-def over_budget(case, dtype, backend, device):
+def over_tolerance(case, dtype, backend, device):
     """Return the errors of ``backend`` in ``case``."""
     # Of the spec, not of ``testing``, which leaves out interpreted bfloat16: here it is computed right.
     reason = testing.SPECS[case.op].excluded(case, backend, dtype)

@@ -56,7 +56,7 @@ def test_a_block_of_many_tokens_is_appended_once(backend, device):
 @EACH
 @pytest.mark.parametrize("dtype", DTYPES)
 @STEPS
-def test_decoding_is_within_budget(op, backend, device, dtype, blocks):
+def test_decoding_is_within_tolerance(op, backend, device, dtype, blocks):
     w = tokens(dtype=dtype, device=device)
     names = ("out", "statistic")
     actual, eager, exact = (

@@ -75,7 +75,7 @@ def differentiate(outputs, inputs):
 
 @pytest.mark.parametrize("name", [c.name for c in testing.cases("mssa") if c.options.get("phi") in (None, "threshold")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-def test_plain_backend_is_within_budget(name, dtype):
+def test_plain_backend_is_within_tolerance(name, dtype):
     case = next(c for c in testing.cases("mssa") if c.name == name)
     inputs = testing.make_inputs(case, dtype)
     eager = testing.run(case, inputs, "reference")

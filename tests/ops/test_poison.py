@@ -9,7 +9,7 @@ import torch
 from crate_kernels import testing
 from crate_kernels._core import operator
 from crate_kernels.ops.tssa import composite
-from tests.ops.common import backends, over_budget
+from tests.ops.common import backends, over_tolerance
 
 ALLOCATORS = {
     "empty": lambda t: torch.empty(t.shape, dtype=t.dtype),
@@ -47,9 +47,9 @@ def test_contexts_of_a_device_hold_afterwards():
     assert done.stdout == "meta\n", done.stderr
 
 
-def test_an_output_that_a_kernel_leaves_unwritten_is_over_budget(monkeypatch):
+def test_an_output_that_a_kernel_leaves_unwritten_is_over_tolerance(monkeypatch):
     case = next(c for c in testing.cases("tssa") if c.name == "n65")
-    assert over_budget(case, torch.float32, "composite", "cpu") == []
+    assert over_tolerance(case, torch.float32, "composite", "cpu") == []
     forward = composite.forward
 
     def all_but_the_last_row(w, *args):
@@ -59,7 +59,7 @@ def test_an_output_that_a_kernel_leaves_unwritten_is_over_budget(monkeypatch):
         return out, *rest
 
     monkeypatch.setattr(composite, "forward", all_but_the_last_row)
-    assert [m.output for m in over_budget(case, torch.float32, "composite", "cpu") if not m.finite] == ["out"]
+    assert [m.output for m in over_tolerance(case, torch.float32, "composite", "cpu") if not m.finite] == ["out"]
 
 
 @pytest.mark.parametrize(

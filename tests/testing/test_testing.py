@@ -1,4 +1,4 @@
-"""The error budget and the inputs that every other test relies on."""
+"""The error tolerance and the inputs that every other test relies on."""
 
 import math
 
@@ -22,16 +22,16 @@ def measure(error, name="out", at=0, eager=EAGER_ERROR):
 
 
 @pytest.mark.parametrize(("name", "factor"), [("out", 2), ("lse", 2), ("membership", 2), ("dw", 3), ("dtemp", 3)])
-def test_budget_is_the_documented_one(name, factor):
-    budget = factor * (EAGER_ERROR + EPS * 2.0)
-    assert measure(0.0, name).tolerance == pytest.approx(budget, rel=1e-12)
+def test_the_tolerance_is_the_documented_one(name, factor):
+    tolerance = factor * (EAGER_ERROR + EPS * 2.0)
+    assert measure(0.0, name).tolerance == pytest.approx(tolerance, rel=1e-12)
     for at in range(3):
-        assert measure(0.99 * budget, name, at).passed
-        assert not measure(1.01 * budget, name, at).passed
+        assert measure(0.99 * tolerance, name, at).passed
+        assert not measure(1.01 * tolerance, name, at).passed
 
 
 @pytest.mark.parametrize("eager", [math.inf, math.nan])
-def test_eager_that_overflows_only_tightens_the_budget(eager):
+def test_eager_that_overflows_only_tightens_the_tolerance(eager):
     assert measure(0.0, eager=eager).tolerance == pytest.approx(2 * EPS * 2.0, rel=1e-12)
 
 

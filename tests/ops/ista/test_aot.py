@@ -1,4 +1,4 @@
-"""Every kind of kernel of ista compiles for every kind of GPU, within its budget; Hopper's has its own products."""
+"""Every kind of kernel of ista compiles for every kind of GPU, within its limits; Hopper's has its own products."""
 
 import pytest
 import torch
@@ -26,10 +26,10 @@ COVERING = {
 
 
 @pytest.mark.parametrize(("name", "target"), harness.covering(COVERING))
-def test_kernels_compile_within_budget(name, target):
+def test_kernels_compile_within_limits(name, target):
     call, _, which = COVERING[name]
     kernels = [harness.compile_launch(launch, target) for launch in harness.launches(call, target)[which]]
-    assert harness.over_budget(kernels, target, f"ista-{name}", True) == []
+    assert harness.over_limits(kernels, target, f"ista-{name}", True) == []
     products = [k for k in kernels if k.name == "_ista_product_kernel"]
     assert products
     if target == "sm_90" and name != "one-768":  # whose 16 rows are fewer than a warp group's 64

@@ -118,5 +118,5 @@ def test_autocast_rounds_the_matrix_of_many_tokens_once(backend, device):
         y = ista(x, weight, step_size=1.0, lambd=0.0, nonnegative=False, backend=backend)
     exact = weight.double() - weight.double().T @ weight.double()
     # Half a unit in the last place of the half dtype, and a rounding of 1 + K in float32.
-    budget = torch.finfo(torch.bfloat16).eps / 2 * exact.abs() + 4 * torch.finfo(torch.float32).eps
-    assert ((y.double() - x - exact).abs() <= budget).all()
+    tolerance = torch.finfo(torch.bfloat16).eps / 2 * exact.abs() + 4 * torch.finfo(torch.float32).eps
+    assert ((y.double() - x - exact).abs() <= tolerance).all()

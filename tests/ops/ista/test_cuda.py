@@ -1,4 +1,4 @@
-"""ista's CUDA kernels under the emulator, within the budget of every backend."""
+"""ista's CUDA kernels under the emulator, within the tolerance of every backend."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from crate_kernels import ista, ista_overcomplete, testing
 from crate_kernels._core import plan
 from crate_kernels.ops.ista import cuda
-from tests.ops.common import DTYPES, outputs_and_gradients, over_budget, randn
+from tests.ops.common import DTYPES, outputs_and_gradients, over_tolerance, randn
 from tests.ops.ista import strides
 from tests.ops.ista.strides import EACH_LAYOUT
 
@@ -16,8 +16,8 @@ FUNCTIONS = pytest.mark.parametrize("function", [ista, ista_overcomplete])
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("case", testing.cases("ista"), ids=str)
-def test_within_budget(case, dtype, backend):
-    assert over_budget(case, dtype, backend, "cpu") == []
+def test_within_tolerance(case, dtype, backend):
+    assert over_tolerance(case, dtype, backend, "cpu") == []
 
 
 @EVERY_DTYPE
@@ -26,7 +26,7 @@ def test_every_width(dim, dtype, backend):
     """Remainders of the vectors of 8 and the tiles of 32, and tokens for both forms."""
     for tokens in (1, dim, 2 * dim + 3):
         case = testing.Case("ista", f"cuda-{tokens}x{dim}", (1, tokens, dim))
-        assert over_budget(case, dtype, backend, "cpu") == [], tokens
+        assert over_tolerance(case, dtype, backend, "cpu") == [], tokens
 
 
 @pytest.mark.parametrize("descending", [False, True], ids=["ascending", "descending"])

@@ -6,11 +6,11 @@ import torch
 from crate_kernels import ista, ista_overcomplete, testing
 from tests.gpu.common import DTYPES, HALF, captured, check_equal, no_waiting, on_a_busy_stream
 from tests.gpu.fixtures import DEVICE, DRY, backend, exact_products  # noqa: F401
-from tests.ops.common import over_budget
+from tests.ops.common import over_tolerance
 
 pytestmark = pytest.mark.exhaustive  # where there is no GPU; make gpu runs all of them
 
-# In half precision no wider token is clear of every threshold, which the budget needs; wider ones follow below.
+# In half precision no wider token is clear of every threshold, which the tolerance needs; wider ones follow below.
 WIDTHS = {"tiny": (2, 197, 96), "few": (1, 50, 128), "odd": (3, 211, 72)}
 MODELS = [(70, 64), (9, 64)] if DRY else [(25216, 768), (12608, 576), (197, 1024), (1, 768)]
 
@@ -23,10 +23,10 @@ def matrix(*shape, dtype=HALF, seed=0):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("nonnegative", [True, False], ids=["relu", "two-sided"])
 @pytest.mark.parametrize("name", WIDTHS)
-def test_is_within_budget(name, nonnegative, dtype, backend):
+def test_is_within_tolerance(name, nonnegative, dtype, backend):
     options = {} if nonnegative else {"nonnegative": False, "lambd": 2.0}
     case = testing.Case("ista", f"gpu-{name}-{nonnegative}", WIDTHS[name], options)
-    assert over_budget(case, dtype, backend, DEVICE) == []
+    assert over_tolerance(case, dtype, backend, DEVICE) == []
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["half", "autocast"])

@@ -41,7 +41,7 @@ def processor(request, monkeypatch):
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("name", LEVELS)
-def test_every_level_is_within_budget(name, dtype, level):
+def test_every_level_is_within_tolerance(name, dtype, level):
     level(name)
     assert [(str(case), m) for case in testing.cases("ista") for m in failures(case, dtype)] == []
 

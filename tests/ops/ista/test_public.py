@@ -14,7 +14,7 @@ from tests.ops.common import (
     cases_by_dtype,
     interpreted,
     outputs_and_gradients,
-    over_budget,
+    over_tolerance,
     randn,
 )
 from tests.ops.ista.inputs import DIM, dictionary
@@ -93,8 +93,8 @@ def test_overcomplete_gradcheck(tied):
 
 @pytest.mark.parametrize(("backend", "device"), FUSED)
 @pytest.mark.parametrize(("case", "dtype"), cases_by_dtype("ista"))
-def test_within_budget(case, dtype, backend, device):
-    assert over_budget(case, dtype, backend, device) == []
+def test_within_tolerance(case, dtype, backend, device):
+    assert over_tolerance(case, dtype, backend, device) == []
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

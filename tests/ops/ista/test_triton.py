@@ -8,7 +8,7 @@ from crate_kernels._core import products
 from crate_kernels._triton import launch
 from crate_kernels._triton.table import forced
 from crate_kernels.ops.ista.triton import tables
-from tests.ops.common import backends, over_budget, randn
+from tests.ops.common import backends, over_tolerance, randn
 from tests.ops.ista import strides
 from tests.ops.ista.strides import EACH_LAYOUT
 
@@ -111,7 +111,7 @@ def test_every_width(dim, dtype, backend, device):
     """Tokens for both forms, and remainders of every tile."""
     for tokens in (1, dim, 2 * dim + 3):
         case = testing.Case("ista", f"triton-{tokens}x{dim}", (1, tokens, dim))
-        assert over_budget(case, dtype, backend, device) == [], tokens
+        assert over_tolerance(case, dtype, backend, device) == [], tokens
 
 
 @EACH
@@ -119,11 +119,11 @@ def test_every_width(dim, dtype, backend, device):
 @LIBRARY
 @pytest.mark.parametrize("form", tables.FORWARD_FORM.candidates, ids=["one", "two"])
 @pytest.mark.parametrize("name", ["few-tokens", "many-tokens", "two-sided", "two-sided-few"])
-def test_every_form_and_way_is_within_budget(name, form, library, dtype, backend, device):
+def test_every_form_and_way_is_within_tolerance(name, form, library, dtype, backend, device):
     """Tuning may take either form of a step, and either way of a product, for any number of tokens."""
     case = next(c for c in testing.cases("ista") if c.name == name)
     with going(library), forced(tables.FORWARD_FORM, form), forced(tables.BACKWARD_FORM, form):
-        assert over_budget(case, dtype, backend, device) == []
+        assert over_tolerance(case, dtype, backend, device) == []
 
 
 @EACH
@@ -131,7 +131,7 @@ def test_every_form_and_way_is_within_budget(name, form, library, dtype, backend
 def test_the_librarys_products_serve_the_overcomplete_form(name, backend, device):
     case = next(c for c in testing.cases("ista") if (c.op, c.name) == ("ista_overcomplete", name))
     with going(1):
-        assert over_budget(case, torch.bfloat16, backend, device) == []
+        assert over_tolerance(case, torch.bfloat16, backend, device) == []
 
 
 @EACH

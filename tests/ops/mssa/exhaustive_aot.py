@@ -44,23 +44,23 @@ def strict(head_dim, dtype):
 
 @pytest.mark.parametrize("target", harness.TARGETS)
 @pytest.mark.parametrize("name", CALLS)
-def test_kernels_compile_within_budget(name, target):
+def test_kernels_compile_within_limits(name, target):
     make, seqlen, head_dim, dtype, causal = CALLS[name]
     kernels = harness.compiled(make(seqlen, head_dim, dtype, causal=causal), target)
-    assert harness.over_budget(kernels, target, name, strict(head_dim, dtype)) == []
+    assert harness.over_limits(kernels, target, name, strict(head_dim, dtype)) == []
 
 
 @pytest.mark.parametrize("target", harness.TARGETS)
 @pytest.mark.parametrize("name", STEPS)
-def test_decoding_compiles_within_budget(name, target):
+def test_decoding_compiles_within_limits(name, target):
     new, head_dim, dtype = STEPS[name]
     kernels = harness.compiled(decode(new, head_dim, dtype), target)
-    assert harness.over_budget(kernels, target, name, strict(head_dim, dtype)) == []
+    assert harness.over_limits(kernels, target, name, strict(head_dim, dtype)) == []
 
 
 @pytest.mark.parametrize("target", harness.STRICT)
 @pytest.mark.parametrize("name", RANGES)
-def test_ranges_compile_within_budget(name, target):
+def test_ranges_compile_within_limits(name, target):
     back, head_dim, dtype, causal = RANGES[name]
     kernels = harness.compiled(between(back, 1024, head_dim, dtype, causal=causal), target)
-    assert harness.over_budget(kernels, target, name, strict(head_dim, dtype)) == []
+    assert harness.over_limits(kernels, target, name, strict(head_dim, dtype)) == []

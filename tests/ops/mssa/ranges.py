@@ -107,7 +107,7 @@ def together(case, w, dout, dlse, mask, backend):
 _judged = {}
 
 
-def over_budget(case, dtype, backend, device):
+def over_tolerance(case, dtype, backend, device):
     """Return the errors of a case by ranges; what judges it is computed once for all backends and levels."""
     key = repr(case), dtype, device
     if key not in _judged:

@@ -1,4 +1,4 @@
-"""Every kind of kernel of mssa compiles for every kind of GPU, within its budget; ``make aot`` compiles them all."""
+"""Every kind of kernel of mssa compiles for every kind of GPU, within its limits; ``make aot`` compiles them all."""
 
 import re
 
@@ -78,10 +78,10 @@ SELDOM = {
         for p in harness.covering(COVERING)
     ],
 )
-def test_kernels_compile_within_budget(name, target):
+def test_kernels_compile_within_limits(name, target):
     call, _, strict = COVERING[name]
     kernels = harness.compiled(call, target)
-    assert harness.over_budget(kernels, target, name, strict) == []
+    assert harness.over_limits(kernels, target, name, strict) == []
     products = [k for k in kernels if k.name in PRODUCTS]
     if target == "sm_90" and strict:
         assert all(k.wgmma > 0 for k in products), products

@@ -65,7 +65,7 @@ def before(factor, draw):
 
 
 SMALL = (small, {"scale": 0.008}, (0,))
-# Draws whose gradients PyTorch's attention computes 1.1 to 195 budgets off, one of bf16 tokens and one of fp16 ones.
+# Draws with errors of 1.1 to 195 tolerances in the gradients of PyTorch's attention, one of bf16 and one of fp16.
 CASES = {
     "two": (sink(2, 16, 10), {}, (7, 2)),
     "three": (sink(3, 16, 10), {}, (2, 9)),
@@ -85,12 +85,12 @@ def gradient(w, g, backend, **options):
 
 
 def worst(case, dtype, backend, device="cpu", gradient_of=gradient):
-    """Return the largest error in budgets, over some draws, of the gradient as ``gradient_of`` has it of a backend."""
+    """Return the largest error / tolerance, over some draws, of a backend's gradient by ``gradient_of``."""
     (draw, options, seeds), shares = case, []
     for seed in seeds:
-        w, g, exact, budget = judged(draw, tuple(options.items()), seed, dtype)
+        w, g, exact, tolerance = judged(draw, tuple(options.items()), seed, dtype)
         found = gradient_of(w.to(device), g.to(device), backend, **options).cpu()
-        shares.append((found - exact).abs().max().item() / budget)
+        shares.append((found - exact).abs().max().item() / tolerance)
     return max(shares)
 
 

@@ -1,4 +1,4 @@
-"""mssa's tensor-core kernels under the emulator: every argument, within the budget of every backend."""
+"""mssa's tensor-core kernels under the emulator: every argument, within the tolerance of every backend."""
 
 import math
 from functools import partial
@@ -11,7 +11,7 @@ from crate_kernels._core import backends, operator
 from crate_kernels.ops.mssa.call import MSSACall
 from crate_kernels.ops.mssa.cuda import problem, tensor_cores
 from tests.ops import test_not_numbers
-from tests.ops.common import FORMS, keep_mask, offsets, over_budget, randn
+from tests.ops.common import FORMS, keep_mask, offsets, over_tolerance, randn
 from tests.ops.mssa import test_cancelling, test_threshold
 
 HALVES = [pytest.param(torch.bfloat16, id="bf16"), pytest.param(torch.float16, id="fp16")]
@@ -53,8 +53,8 @@ def mask_and_options(options, batch, seqlen):
 @pytest.mark.turns
 @DTYPES
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_within_budget(case, dtype, backend):
-    assert over_budget(case, dtype, backend, "cpu") == []
+def test_within_tolerance(case, dtype, backend):
+    assert over_tolerance(case, dtype, backend, "cpu") == []
 
 
 @DTYPES
@@ -72,7 +72,7 @@ def test_scores_of_ten_thousands_give_weights_of_one(causal, dtype, backend):
 @pytest.mark.parametrize("shape", [(1, 8, 14, 3), (1, 2, 65, 16)], ids=str)
 def test_gradients_by_a_tiny_scale_keep_their_bits(shape, dtype, backend):
     """Of scores, in fp16, they would be subnormal, and the tokens that they are multiplied by are large."""
-    assert over_budget(case_of(*shape, scale=1e-6, magnitude=1e4), dtype, backend, "cpu") == []
+    assert over_tolerance(case_of(*shape, scale=1e-6, magnitude=1e4), dtype, backend, "cpu") == []
 
 
 @DTYPES
@@ -88,10 +88,10 @@ def test_weights_of_one_beside_small_gradients(tokens, dtype, backend):
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.shape[2] in (0, 64)], ids=str)
-def test_what_tensor_cores_refuse_is_within_budget(case, backend, device, library):
+def test_what_tensor_cores_refuse_is_within_tolerance(case, backend, device, library):
     def kernels(dtype):
         library.emulated_launches()
-        assert over_budget(case, dtype, backend, "cpu") == []
+        assert over_tolerance(case, dtype, backend, "cpu") == []
         names = [name.split("::")[1] for name in library.emulated_launches().splitlines()]
         assert bool(names) == bool(sum(case.lengths) or math.prod(case.shape))
         return {*names}
@@ -108,7 +108,7 @@ def test_what_tensor_cores_refuse_is_within_budget(case, backend, device, librar
 def test_every_row_tail(causal, backend):
     for seqlen in (*range(1, 19), 31, 32, 33, 127, 128, 129, 130):
         case = case_of(1, 1, seqlen, 24, causal=causal)
-        assert over_budget(case, torch.bfloat16, backend, "cpu") == [], seqlen
+        assert over_tolerance(case, torch.bfloat16, backend, "cpu") == [], seqlen
 
 
 @pytest.mark.parametrize("options", [{}, {"phi": "threshold", "threshold": 0.02}], ids=["softmax", "threshold"])
@@ -116,7 +116,7 @@ def test_every_head_dim_fits_the_least_shared_memory(options, backend, device):
     device(shared_limit=99 * 1024)
     for head_dim in (1, 2, 7, 8, 17, 31, 33, 48, 63, 65, 72, 97, 120, 129, 200, 255, 256):
         case = case_of(1, 1, 67, head_dim, **options)
-        assert over_budget(case, torch.float16, backend, "cpu") == [], head_dim
+        assert over_tolerance(case, torch.float16, backend, "cpu") == [], head_dim
 
 
 @pytest.mark.turns
@@ -263,9 +263,9 @@ def test_offsets_out_of_range_are_clamped_and_leave_no_row_unwritten(causal, dty
 @pytest.mark.parametrize(
     ("seqlen", "head_dim"), [(1, 16), (16, 16), (17, 48), (33, 7), (64, 64), (80, 40), (197, 64), (256, 64)]
 )
-def test_pairs_are_within_budget(seqlen, head_dim, spread, dtype, backend, device):
+def test_pairs_are_within_tolerance(seqlen, head_dim, spread, dtype, backend, device):
     device(multiprocessors=2)
-    assert over_budget(case_of(1, 2, seqlen, head_dim, **SPREADS[spread]), dtype, backend, "cpu") == []
+    assert over_tolerance(case_of(1, 2, seqlen, head_dim, **SPREADS[spread]), dtype, backend, "cpu") == []
 
 
 @DTYPES

@@ -81,7 +81,7 @@ def exact(cache, new, keep=None, dtype=torch.float64):
     return mssa(new.to(dtype), causal=True, cache=copy, key_padding_mask=keep, return_lse=True, backend="reference")
 
 
-def over_budget(decoder, cache, new, keep=None):
+def over_tolerance(decoder, cache, new, keep=None):
     """Return what a step gets wrong; the step is done."""
     r64, eager = exact(cache, new, keep), exact(cache, new, keep, new.dtype)
     actual = mssa(new, causal=True, cache=cache, key_padding_mask=keep, return_lse=True, backend=decoder)
@@ -92,12 +92,12 @@ def over_budget(decoder, cache, new, keep=None):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("new", [1, 3, 5, 16, 17, 70], ids=lambda n: f"new{n}")
 @pytest.mark.parametrize("count", [1, 2, 7], ids=lambda n: f"splits{n}")
-def test_step_is_within_budget(decoder, splits, dtype, new, count):
+def test_step_is_within_tolerance(decoder, splits, dtype, new, count):
     splits(count)
     held = (130, 67)
     cache, w = filled(held, 220, 64, dtype)
     tokens = torch.stack([w[b, :, n : n + new] for b, n in enumerate(held)])
-    assert over_budget(decoder, cache, tokens) == []
+    assert over_tolerance(decoder, cache, tokens) == []
     assert cache.lengths.tolist() == [n + new for n in held]
     for b, n in enumerate(held):
         assert torch.equal(cache.data[b, :, : n + new], w[b, :, : n + new])
@@ -110,7 +110,7 @@ def test_step_is_within_budget(decoder, splits, dtype, new, count):
 def test_head_dims(decoder, splits, dtype, head_dim, new):
     splits(3)
     cache, w = filled((50, 0), 70, head_dim, dtype)
-    assert over_budget(decoder, cache, torch.stack([w[0, :, 50 : 50 + new], w[1, :, :new]])) == []
+    assert over_tolerance(decoder, cache, torch.stack([w[0, :, 50 : 50 + new], w[1, :, :new]])) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -121,7 +121,7 @@ def test_ragged_blocks_on_long_caches(decoder, splits, dtype, new, count):
     cache, _ = filled((100, 0), 160, 32, dtype)
     keep = torch.arange(new) < torch.tensor([new - 2, 0])[:, None]
     tokens = randn(BATCH, HEADS, new, 32, seed=1, dtype=dtype)
-    assert over_budget(decoder, cache, tokens, keep) == []
+    assert over_tolerance(decoder, cache, tokens, keep) == []
     assert cache.lengths.tolist() == [100 + new - 2, 0]
     assert torch.equal(cache.data[0, :, 100 : 98 + new], tokens[0, :, : new - 2])
     assert cache.data[0, :, 98 + new :].isnan().all()
@@ -204,7 +204,7 @@ def test_a_cache_may_start_anywhere(decoder, dtype, new):
     """The data of a cache that was put together from a larger tensor are not read in packs."""
     cache, w = filled((70, 9), 110, 24, dtype)
     cache.data = shifted(cache.data)
-    assert over_budget(decoder, cache, w[:, :, :new]) == []
+    assert over_tolerance(decoder, cache, w[:, :, :new]) == []
 
 
 def test_lse_is_left_out(decoder):

@@ -9,7 +9,7 @@ from crate_kernels import mssa, testing
 from crate_kernels._core import backends
 from crate_kernels.ops.mssa.call import MSSACall
 from tests.ops import test_not_numbers
-from tests.ops.common import DTYPES, FORMS, keep_mask, offsets, outputs_and_gradients, over_budget, randn
+from tests.ops.common import DTYPES, FORMS, keep_mask, offsets, outputs_and_gradients, over_tolerance, randn
 from tests.ops.mssa import test_cancelling, test_dropout, test_outputs, test_threshold
 from tests.ops.mssa.test_public import wrong
 from tests.tools.emulator.plain import registered
@@ -56,8 +56,8 @@ def plain(library):
 @pytest.mark.turns
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [*CASES, *SHAPES], ids=str)
-def test_within_budget(plain, case, dtype):
-    assert over_budget(case, dtype, plain, "cpu") == []
+def test_within_tolerance(plain, case, dtype):
+    assert over_tolerance(case, dtype, plain, "cpu") == []
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.3}], ids=str)
@@ -73,12 +73,12 @@ def test_what_rounding_took_from_lse_is_given_back(options, plain):
 def test_turing_has_the_shared_memory(plain, device, dtype):
     device(capability=75, shared_limit=64 * 1024)
     for shape in ((1, 2, 70, 64), (1, 2, 70, 256)):
-        assert over_budget(case(f"turing{shape[-1]}", *shape), dtype, plain, "cpu") == []
+        assert over_tolerance(case(f"turing{shape[-1]}", *shape), dtype, plain, "cpu") == []
 
 
 @pytest.mark.exhaustive
 def test_error_does_not_grow_with_the_number_of_tokens(plain):
-    assert over_budget(case("many-tokens", 1, 1, 4096, 16), torch.float32, plain, "cpu") == []
+    assert over_tolerance(case("many-tokens", 1, 1, 4096, 16), torch.float32, plain, "cpu") == []
 
 
 LAYOUTS = {
@@ -275,7 +275,7 @@ def test_a_delta_that_cancels(plain, name, dtype):
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
 def test_float32_gradients_of_ones(plain, options):
-    """delta is 0 but for the rounding of out's sum over keys, which would cost dw 2 to 3.2 budgets."""
+    """delta is 0 but for the rounding of out's sum over keys, which would cost dw 2 to 3.2 tolerances."""
     case = (test_cancelling.ones(230, 128), options, (0,))
     assert test_cancelling.worst(case, torch.float32, plain) < 0.5
 

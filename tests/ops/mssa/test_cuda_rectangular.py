@@ -17,14 +17,14 @@ DTYPES = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_within_budget(case, dtype, backend):
+def test_within_tolerance(case, dtype, backend):
     assert failed(case, dtype, backend) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", ranges.CASES.values(), ids=ranges.CASES)
 def test_ranges_together_are_the_whole_operator(case, dtype, backend):
-    assert ranges.over_budget(case, dtype, backend, "cpu") == []
+    assert ranges.over_tolerance(case, dtype, backend, "cpu") == []
 
 
 @pytest.mark.parametrize("name", ["causal-around", "causal-padded-dropout", "wide"])

@@ -8,7 +8,7 @@ from crate_kernels import SubspaceCache, mssa, testing
 from crate_kernels._core import plan
 from tests.gpu.common import DTYPES, HALF, captured, check_equal, no_waiting, on_a_busy_stream, tokens
 from tests.gpu.fixtures import DEVICE, DRY, backend, exact_products  # noqa: F401
-from tests.ops.common import FORMS, over_budget
+from tests.ops.common import FORMS, over_tolerance
 from tests.ops.mssa import ranges
 
 pytestmark = pytest.mark.exhaustive  # where there is no GPU; make gpu runs all of them
@@ -42,8 +42,8 @@ def cases():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", list(cases()), ids=str)
-def test_is_within_budget(case, dtype, backend):
-    assert over_budget(case, dtype, backend, DEVICE) == []
+def test_is_within_tolerance(case, dtype, backend):
+    assert over_tolerance(case, dtype, backend, DEVICE) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -52,7 +52,7 @@ def test_ranges_together_are_the_whole_operator(name, dtype, backend):
     case = ranges.CASES[name]
     if not DRY:
         case = case._replace(cuts=tuple((31 * first, 31 * stop) for first, stop in case.cuts), head_dim=64)
-    assert ranges.over_budget(case, dtype, backend, DEVICE) == []
+    assert ranges.over_tolerance(case, dtype, backend, DEVICE) == []
 
 
 def differentiate(backend, w, **options):

@@ -53,7 +53,7 @@ def test_an_unknown_level_is_refused():
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("name", LEVELS)
-def test_every_level_is_within_budget(name, dtype, level):
+def test_every_level_is_within_tolerance(name, dtype, level):
     level(name)
     wrong = [
         (str(case), m)

@@ -33,7 +33,7 @@ def results(w, dout, backend, **options):
 
 @functools.cache
 def drawn(name):
-    """List the draws of a case, for every level: tokens, gradient, options, exact results and their budgets."""
+    """List the draws of a case, for every level: tokens, gradient, options, exact results and their tolerances."""
     (nheads, head_dim, tokens, given), found = CASES[name], []
     for seed in range(DRAWS):
         options = dict(given)
@@ -43,21 +43,21 @@ def drawn(name):
         if options.pop("padded", False):
             options["key_padding_mask"] = torch.arange(seqlen)[None] % 3 != seed % 3
         exact = results(w.double(), dout.double(), "reference", **options)
-        budgets = {}
+        tolerances = {}
         for output, found_eager in results(w, dout, "reference", **options).items():
             usual = (found_eager.double() - exact[output]).abs().max().item()
             least = torch.finfo(torch.float32).eps * exact[output].abs().max().item()
-            budgets[output] = (3 if output == "dw" else 2) * (usual + least)
-        found.append((w, dout, options, exact, budgets))
+            tolerances[output] = (3 if output == "dw" else 2) * (usual + least)
+        found.append((w, dout, options, exact, tolerances))
     return found
 
 
 def worst(name):
     shares = dict.fromkeys(("out", "lse", "dw"), 0.0)
-    for w, dout, options, exact, budgets in drawn(name):
+    for w, dout, options, exact, tolerances in drawn(name):
         for output, value in results(w, dout, "cpp", **options).items():
             error = (value.double() - exact[output]).abs().max().item()
-            shares[output] = max(shares[output], error / budgets[output] if math.isfinite(error) else math.inf)
+            shares[output] = max(shares[output], error / tolerances[output] if math.isfinite(error) else math.inf)
     return shares
 
 

@@ -16,7 +16,7 @@ from tests.ops.common import (
     keep_mask,
     offsets,
     outputs_and_gradients,
-    over_budget,
+    over_tolerance,
     padding,
     randn,
 )
@@ -114,8 +114,8 @@ def test_second_derivatives_of_the_reference():
 
 @pytest.mark.parametrize(("backend", "device"), FUSED)
 @pytest.mark.parametrize(("case", "dtype"), cases_by_dtype("mssa"))
-def test_within_budget(case, dtype, backend, device):
-    assert over_budget(case, dtype, backend, device) == []
+def test_within_tolerance(case, dtype, backend, device):
+    assert over_tolerance(case, dtype, backend, device) == []
 
 
 @pytest.mark.parametrize("name", ["pad-scattered", "causal-pad-row"])
@@ -148,8 +148,8 @@ NORMS = [
 @pytest.mark.parametrize(("backend", "device"), FUSED)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", NORMS, ids=str)
-def test_very_different_norms_are_within_budget(case, dtype, backend, device):
-    assert over_budget(case, dtype, backend, device) == []
+def test_very_different_norms_are_within_tolerance(case, dtype, backend, device):
+    assert over_tolerance(case, dtype, backend, device) == []
 
 
 def wrong(w, options, backend, mask=None):
@@ -247,7 +247,7 @@ def test_half_precision_survives_scores_that_overflow(causal, backend, device):
     w = testing.make_inputs(case, torch.float16, device).differentiable["w"]
     assert w.double().square().sum(-1).max() > torch.finfo(torch.float16).max
     assert mssa(w, causal=causal, backend="reference").isnan().any(), "published code has become finite"
-    assert over_budget(case, torch.float16, backend, device) == []
+    assert over_tolerance(case, torch.float16, backend, device) == []
 
 
 @pytest.mark.parametrize(("before", "masked"), [(0, False), (3, True)], ids=["the-first", "later"])

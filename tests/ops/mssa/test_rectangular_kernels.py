@@ -1,4 +1,4 @@
-"""The kernels of the attention of some tokens to others: named cases in budget, and what they are put together to."""
+"""The kernels of rectangular attention: named cases are within tolerance, and so are ranges put together."""
 
 import functools
 import itertools
@@ -55,19 +55,19 @@ def failed(case, dtype, backend):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("backend", HERE)
-def test_within_budget(backend, name, dtype):
+def test_within_tolerance(backend, name, dtype):
     assert failed(CASES[name], dtype, backend) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LEVELS)
 @pytest.mark.parametrize("backend", CPP)
-def test_every_level_is_within_budget(backend, name, dtype, level):
+def test_every_level_is_within_tolerance(backend, name, dtype, level):
     level(name)
     for case in ("across", "whole", "causal-padded-dropout", "causal-saturated", "strided"):
         assert failed(CASES[case], dtype, backend) == [], case
     for case in ("saturated", "causal-saturated", "equal-norms"):
-        assert ranges.over_budget(ranges.CASES[case], dtype, backend, "cpu") == [], case
+        assert ranges.over_tolerance(ranges.CASES[case], dtype, backend, "cpu") == [], case
 
 
 @pytest.mark.parametrize("name", ["after", "whole", "causal-across", "causal-whole", "causal-padded-dropout"])
@@ -100,10 +100,10 @@ def test_a_range_meets_a_copy_of_itself(backend, name):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ranges.CASES)
 @pytest.mark.parametrize("backend", ["composite", *CPP])
-def test_ranges_together_are_within_budget(backend, name, dtype):
+def test_ranges_together_are_within_tolerance(backend, name, dtype):
     if (backend, name, dtype) == ("composite", "causal-saturated", torch.float32):
         pytest.skip("needs a BLAS that sums products of two rows, all that a range has there, as it does those of 64")
-    assert ranges.over_budget(ranges.CASES[name], dtype, backend, "cpu") == []
+    assert ranges.over_tolerance(ranges.CASES[name], dtype, backend, "cpu") == []
 
 
 @test_cancelling.HALF

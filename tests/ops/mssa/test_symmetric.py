@@ -60,14 +60,14 @@ CASES = pytest.mark.parametrize(
 
 
 def shares(w, g, *found, **options):
-    """Return the largest error of each gradient that was found, in budgets."""
+    """Return the largest error / tolerance of each gradient that was found."""
     grads = []
     for x in (w.double(), w):
         leaf = x.detach().requires_grad_()
         grads.append(torch.autograd.grad(mssa(leaf, backend="reference", **options), leaf, g.to(x.dtype))[0].double())
     exact, eager = grads
-    budget = 3 * ((eager - exact).abs().max() + torch.finfo(w.dtype).eps * exact.abs().max())
-    return [((dw.double() - exact).abs().max() / budget).item() for dw in found]
+    tolerance = 3 * ((eager - exact).abs().max() + torch.finfo(w.dtype).eps * exact.abs().max())
+    return [((dw.double() - exact).abs().max() / tolerance).item() for dw in found]
 
 
 def divided(w, g, round_delta):
@@ -89,7 +89,7 @@ def divided(w, g, round_delta):
 
 
 @CASES
-def test_what_is_rounded_is_within_budget(tokens, dtype, taken):
+def test_what_is_rounded_is_within_tolerance(tokens, dtype, taken):
     w, g = tokens.to(dtype), randn(*tokens.shape, seed=1).to(dtype)
     (share,) = shares(w, g, divided(w, g, round_delta=True))
     assert share < 1 or not taken
@@ -119,7 +119,7 @@ def gradient(w, g, config, **options):
 
 @NEEDS_TRITON
 @CASES
-def test_triton_has_every_head_within_budget(tokens, dtype, taken):
+def test_triton_has_every_head_within_tolerance(tokens, dtype, taken):
     w, g = tokens.to(DEVICE, dtype), randn(*tokens.shape, seed=1, device=DEVICE).to(dtype)
     leaf = w.detach().requires_grad_()
     (dw,) = torch.autograd.grad(mssa(leaf, backend="triton"), leaf, g)
@@ -201,7 +201,7 @@ GRADIENTS = {
 @NEEDS_TRITON
 @pytest.mark.parametrize("factors", GRADIENTS.values(), ids=GRADIENTS)
 @pytest.mark.parametrize("third", ["large", "sphere", "one-short"])
-def test_triton_has_fp16_gradients_of_any_size_within_budget(third, factors):
+def test_triton_has_fp16_gradients_of_any_size_within_tolerance(third, factors):
     tokens = [TOKENS[name][0] for name in ("small", "normal", third)]
     w = torch.cat(tokens, 1).to(DEVICE, torch.float16)
     g = (torch.tensor(factors)[:, None, None] * randn(1, 3, 65, 32, seed=1)).to(w)

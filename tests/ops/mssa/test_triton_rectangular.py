@@ -23,13 +23,13 @@ TOGETHER = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", TOGETHER)
 def test_ranges_together_are_the_whole_operator(case, dtype):
-    assert ranges.over_budget(case, dtype, "triton", home("triton")) == []
+    assert ranges.over_tolerance(case, dtype, "triton", home("triton")) == []
 
 
 @pytest.mark.parametrize(
     "name", ["uneven", "no-columns", "causal-before", "causal-after", "causal-inside", "padded-rows"]
 )
-def test_within_budget(name):
+def test_within_tolerance(name):
     assert failed(CASES[name], torch.float32, "triton") == []
 
 

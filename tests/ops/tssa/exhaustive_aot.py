@@ -38,6 +38,6 @@ CALLS = {
 
 @pytest.mark.parametrize("target", harness.TARGETS)
 @pytest.mark.parametrize("name", CALLS)
-def test_kernels_compile_within_budget(name, target):
+def test_kernels_compile_within_limits(name, target):
     call, strict = CALLS[name]
-    assert harness.over_budget(harness.compiled(call, target), target, name, strict) == []
+    assert harness.over_limits(harness.compiled(call, target), target, name, strict) == []

@@ -84,8 +84,8 @@ def taking(chosen):
         yield
 
 
-def within_budget(case, backend, dtype, device, forced, twice=False):
-    """Hold a call to the error budget; return the names of the kernels that it launched and its largest share.
+def within_tolerance(case, backend, dtype, device, forced, twice=False):
+    """Hold a call to the error tolerance; return the names of the kernels that it launched and its largest share.
 
     ``twice``: a second run has to have the same bits.
     """
@@ -125,8 +125,8 @@ class Persistent:
         return [persistent.shared_bytes(*sizes, back, self.config) <= MOST_SHARED for back in (False, True)]
 
     def check(self, backend, dtype, device="cpu", twice=False):
-        """Hold a call that these kernels take to the error budget; return the largest share of it."""
-        names, share = within_budget(self.case, backend, dtype, device, taking(self.config), twice)
+        """Compare a call that these kernels take with the error tolerance; return the largest share of it."""
+        names, share = within_tolerance(self.case, backend, dtype, device, taking(self.config), twice)
         taken = [any(f"full_{way}_persistent" in name for name in names) for way in ("fwd", "bwd")]
         assert taken == [True, not self.forward_alone]
         return share

@@ -3,7 +3,7 @@
 import torch
 
 from crate_kernels import TokenStatsCache, testing, tssa
-from tests.apart.budget import FORWARD, GRADIENT, Budget
+from tests.apart.tolerance import FORWARD, GRADIENT, ToleranceChecker
 from tests.ops.common import randn
 from tests.ops.tssa.common import bias, call, tokens
 
@@ -92,7 +92,7 @@ DRAWN = {
 }
 
 
-def drawn_within_budget(draw, causal, backend, seeds):
+def drawn_within_tolerance(draw, causal, backend, seeds):
     """Hold what ``backend`` makes of drawn tokens to float64, and to eager's error on their neighbours too."""
     for seed in seeds:
         tensors, others = draw(seed)
@@ -104,10 +104,10 @@ def drawn_within_budget(draw, causal, backend, seeds):
             del nudge, context
             return testing.run(case, testing.Inputs(tensors, others).to(cast or torch.float32), "reference")
 
-        budget = Budget(evaluate, inputs.differentiable, "float32")
+        checker = ToleranceChecker(evaluate, inputs.differentiable, "float32")
         for name, value in testing.run(case, inputs, backend).items():
-            budget.check_against(name, value, GRADIENT if name.startswith("d") else FORWARD, f"draw {seed}: ")
-        budget.raise_if_over()
+            checker.check_against(name, value, GRADIENT if name.startswith("d") else FORWARD, f"draw {seed}: ")
+        checker.raise_if_over()
 
 
 DRAWS = range(4)
@@ -137,7 +137,7 @@ def measured(causal, backend, device, *draws):
 FLOORS = {"below": (False, 1e-13), "above": (False, 3e-12), "causal-below": (True, 1e-8), "causal-across": (True, 6e-7)}
 
 
-def floored_within_budget(draw, causal, channel, backend, device="cpu"):
+def floored_within_tolerance(draw, causal, channel, backend, device="cpu"):
     """Hold gradients to float64 where a channel is ``channel`` times as large as others; ``draw`` takes a seed."""
     draws = [(draw(seed=n), draw(seed=n + 1)) for n in DRAWS]
     for w, _ in draws:

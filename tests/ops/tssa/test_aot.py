@@ -1,4 +1,4 @@
-"""Every kind of kernel of tssa compiles for every kind of GPU, within its budget."""
+"""Every kind of kernel of tssa compiles for every kind of GPU, within its limits."""
 
 import itertools
 
@@ -25,11 +25,11 @@ COVERING = {
 
 
 @pytest.mark.parametrize(("name", "target"), harness.covering(COVERING))
-def test_kernels_compile_within_budget(name, target):
+def test_kernels_compile_within_limits(name, target):
     call, _, steps = COVERING[name]
     kernels = [harness.compile_launch(launch, target) for launch in chosen(harness.launches(call, target), steps)]
     assert len(kernels) >= max(len(steps), 1)
-    assert harness.over_budget(kernels, target, f"tssa-{name}", True) == []
+    assert harness.over_limits(kernels, target, f"tssa-{name}", True) == []
 
 
 def test_running_sums_need_no_exchange():

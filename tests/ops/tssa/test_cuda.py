@@ -1,4 +1,4 @@
-"""tssa's CUDA kernels under the emulator: every form within the budget, and the order of sums."""
+"""tssa's CUDA kernels under the emulator: every form within the tolerance, and the order of sums."""
 
 import itertools
 from functools import partial
@@ -8,13 +8,13 @@ import torch
 
 from crate_kernels import testing
 from crate_kernels.ops.tssa import op
-from tests.ops.common import DTYPES, FORMS, outputs_and_gradients, over_budget
+from tests.ops.common import DTYPES, FORMS, outputs_and_gradients, over_tolerance
 from tests.ops.tssa.common import DEVICES, WAYS, bias, call, going, temps, tokens
 from tests.ops.tssa.sums import (
     DRAWN,
     FLOORS,
-    drawn_within_budget,
-    floored_within_budget,
+    drawn_within_tolerance,
+    floored_within_tolerance,
     heads_told_apart,
     nearly_all_of_a_token,
 )
@@ -23,8 +23,8 @@ from tests.ops.tssa.sums import (
 @pytest.mark.turns
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", testing.cases("tssa"), ids=str)
-def test_within_budget(case, dtype, backend):
-    assert over_budget(case, dtype, backend, "cpu") == []
+def test_within_tolerance(case, dtype, backend):
+    assert over_tolerance(case, dtype, backend, "cpu") == []
 
 
 def cases(causal):
@@ -43,11 +43,11 @@ def cases(causal):
 
 @pytest.mark.turns
 @WAYS
-@pytest.mark.parametrize("dtype", DTYPES[:2])  # fp16 takes bf16's kernels, and test_within_budget
+@pytest.mark.parametrize("dtype", DTYPES[:2])  # fp16 takes bf16's kernels, and test_within_tolerance
 @pytest.mark.parametrize("number", range(11))
-def test_every_way_is_within_budget(number, dtype, causal, way, backend, device):
+def test_every_way_is_within_tolerance(number, dtype, causal, way, backend, device):
     going(device, way)
-    assert over_budget(list(cases(causal))[number], dtype, backend, "cpu") == []
+    assert over_tolerance(list(cases(causal))[number], dtype, backend, "cpu") == []
 
 
 @FORMS
@@ -89,7 +89,7 @@ def test_a_single_token_is_its_own_sum(causal, way, backend, device):
 
 @pytest.mark.parametrize(("draw", "causal"), DRAWN.values(), ids=DRAWN)
 def test_a_token_that_is_all_of_its_sums(draw, causal, backend):
-    drawn_within_budget(draw, causal, backend, seeds=(*range(12), 31))
+    drawn_within_tolerance(draw, causal, backend, seeds=(*range(12), 31))
 
 
 FLOOR_WAYS = [
@@ -103,13 +103,13 @@ FLOOR_WAYS = [
 @pytest.mark.parametrize(("causal", "way", "channel"), FLOOR_WAYS)
 def test_a_channel_below_the_floor_passes_no_gradient_to_its_energy(causal, way, channel, seqlen, backend, device):
     going(device, way)
-    floored_within_budget(partial(tokens, 2, 3, seqlen, 16), causal, channel, backend)
+    floored_within_tolerance(partial(tokens, 2, 3, seqlen, 16), causal, channel, backend)
 
 
 @FORMS
 def test_half_precision_survives_squares_that_overflow(causal, backend):
     case = testing.Case("tssa", f"overflow-{causal}", (1, 3, 65, 16), {"causal": causal}, magnitude=200.0)
-    assert over_budget(case, torch.float16, backend, "cpu") == []
+    assert over_tolerance(case, torch.float16, backend, "cpu") == []
 
 
 @WAYS

@@ -32,7 +32,7 @@ def named(kind, names, dtype, marks=()):
         *named(Walking, walking.MORE, torch.bfloat16, EXHAUSTIVE),
     ],
 )
-def test_they_are_within_budget(kind, name, dtype, backend, hopper):
+def test_they_are_within_tolerance(kind, name, dtype, backend, hopper):
     given = kind(name)
     hopper(given.config)
     given.check(backend, dtype)

@@ -6,7 +6,7 @@ import torch
 from crate_kernels import TokenStatsCache, testing, tssa
 from tests.gpu.common import DTYPES, HALF, captured, check_equal, no_waiting, on_a_busy_stream, tokens
 from tests.gpu.fixtures import DEVICE, DRY, backend, exact_products  # noqa: F401
-from tests.ops.common import FORMS, over_budget
+from tests.ops.common import FORMS, over_tolerance
 
 pytestmark = pytest.mark.exhaustive  # where there is no GPU; make gpu runs all of them
 
@@ -37,8 +37,8 @@ def cases():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", list(cases()), ids=str)
-def test_is_within_budget(case, dtype, backend):
-    assert over_budget(case, dtype, backend, DEVICE) == []
+def test_is_within_tolerance(case, dtype, backend):
+    assert over_tolerance(case, dtype, backend, DEVICE) == []
 
 
 def differentiate(backend, w, **options):

@@ -9,7 +9,7 @@ from crate_kernels import TokenStatsCache
 from crate_kernels.ops.tssa import op
 from tests.ops.common import FORMS, TURNS, backends, offsets, outputs_and_gradients, randn
 from tests.ops.tssa.common import call
-from tests.ops.tssa.sums import DRAWS, FLOORS, floored_within_budget, measured
+from tests.ops.tssa.sums import DRAWS, FLOORS, floored_within_tolerance, measured
 
 BACKENDS, FUSED = backends("tssa"), backends("tssa", reference=False)
 HEADS, SEQLEN, HEAD_DIM = 3, 21, 16
@@ -142,7 +142,7 @@ def test_what_all_heads_have_in_common_moves_nothing(causal, backend, device):
 @pytest.mark.parametrize("seqlen", [1, SEQLEN])
 @pytest.mark.parametrize(("causal", "channel"), FLOORS.values(), ids=FLOORS)
 def test_a_channel_below_the_floor_passes_no_gradient_to_its_energy(causal, channel, seqlen, backend, device):
-    floored_within_budget(partial(tokens, seqlen=seqlen), causal, channel, backend, device)
+    floored_within_tolerance(partial(tokens, seqlen=seqlen), causal, channel, backend, device)
 
 
 @EACH_FUSED

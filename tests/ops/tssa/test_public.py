@@ -13,7 +13,7 @@ from tests.ops.common import (
     keep_mask,
     offsets,
     outputs_and_gradients,
-    over_budget,
+    over_tolerance,
     padding,
     randn,
 )
@@ -121,8 +121,8 @@ def test_second_derivatives_of_the_reference(causal):
 
 @pytest.mark.parametrize(("backend", "device"), FUSED)
 @pytest.mark.parametrize(("case", "dtype"), cases_by_dtype("tssa"))
-def test_within_budget(case, dtype, backend, device):
-    assert over_budget(case, dtype, backend, device) == []
+def test_within_tolerance(case, dtype, backend, device):
+    assert over_tolerance(case, dtype, backend, device) == []
 
 
 NORMS = [
@@ -138,8 +138,8 @@ NORMS = [
 @pytest.mark.parametrize(("backend", "device"), FUSED)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", NORMS, ids=str)
-def test_very_different_norms_are_within_budget(case, dtype, backend, device):
-    assert over_budget(case, dtype, backend, device) == []
+def test_very_different_norms_are_within_tolerance(case, dtype, backend, device):
+    assert over_tolerance(case, dtype, backend, device) == []
 
 
 # NumPy, which the interpreter adds up a tile by, adds one number after the other.
@@ -162,7 +162,7 @@ def test_half_precision_survives_squares_that_overflow(causal, backend, device):
     tensors = testing.make_inputs(case, torch.float16, device).differentiable
     assert tensors["w"].double().square().max() > torch.finfo(torch.float16).max
     assert tssa(**tensors, causal=causal, backend="reference").isnan().any(), "published code has become finite"
-    assert over_budget(case, torch.float16, backend, device) == []
+    assert over_tolerance(case, torch.float16, backend, device) == []
 
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from crate_kernels import TokenStatsCache, testing, tssa
-from tests.ops.common import FORMS, backends, interpreted, over_budget, randn
-from tests.ops.tssa.sums import DRAWN, drawn_within_budget, steps_add_up
+from tests.ops.common import FORMS, backends, interpreted, over_tolerance, randn
+from tests.ops.tssa.sums import DRAWN, drawn_within_tolerance, steps_add_up
 
 EACH = pytest.mark.parametrize(("backend", "device"), backends("tssa"))
 TRITON = [p for p in backends("tssa") if p.values[0] == "triton"]
@@ -40,10 +40,10 @@ def test_thousands_of_drifting_steps(backend, device):
 
 @EACH
 @FORMS
-def test_a_long_sequence_is_within_budget(causal, backend, device):
+def test_a_long_sequence_is_within_tolerance(causal, backend, device):
     length = (1_000 if causal else 5_000) if interpreted(backend, device) else 50_000
     case = testing.Case("tssa", "long", (1, 2, length, 4), {"causal": causal, "return_membership": True})
-    assert over_budget(case, torch.float32, backend, device) == []
+    assert over_tolerance(case, torch.float32, backend, device) == []
 
 
 @pytest.mark.skipif(not TRITON, reason="needs a GPU, or TRITON_INTERPRET=1")
@@ -83,7 +83,7 @@ def test_a_device_without_float64_has_float32_sums(monkeypatch):
 @EACH
 @pytest.mark.parametrize(("draw", "causal"), DRAWN.values(), ids=DRAWN)
 def test_a_token_that_is_all_of_its_sums(draw, causal, backend, device):
-    drawn_within_budget(draw, causal, backend, seeds=(7,) if interpreted(backend, device) else range(12))
+    drawn_within_tolerance(draw, causal, backend, seeds=(7,) if interpreted(backend, device) else range(12))
 
 
 @QUICK

@@ -12,7 +12,7 @@ from crate_kernels.ops.tssa import op
 from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.triton import tables
 from crate_kernels.ops.tssa.triton.launch import TokenSizes, causal_tile
-from tests.ops.common import FORMS, backends, outputs_and_gradients, over_budget, randn
+from tests.ops.common import FORMS, backends, outputs_and_gradients, over_tolerance, randn
 from tests.ops.tssa import uncovered
 from tests.ops.tssa.common import bias, call, temps, tokens
 from tests.ops.tssa.sums import heads_told_apart, nearly_all_of_a_token
@@ -61,10 +61,10 @@ def cases():
 
 @EACH
 @pytest.mark.parametrize("case", list(cases()), ids=str)
-def test_chunks_are_within_budget(case, backend, device):
+def test_chunks_are_within_tolerance(case, backend, device):
     apart = case.name.endswith(("n33", "packed"))  # a program per head, in the causal backward
     with going("chunks", lane=1 if apart else 64):
-        assert over_budget(case, torch.float32, backend, device) == []
+        assert over_tolerance(case, torch.float32, backend, device) == []
 
 
 @EACH
@@ -88,7 +88,7 @@ def test_a_head_may_have_nearly_all_of_a_token(seed, head_dim, causal, backend, 
 def test_any_number_of_heads_and_channels(shape, causal, backend, device):
     options = {"causal": causal, "return_membership": True}
     case = testing.Case("tssa", f"heads-{shape}-{causal}", (2, shape[0], 19, shape[1]), options)
-    assert over_budget(case, torch.float32, backend, device) == []
+    assert over_tolerance(case, torch.float32, backend, device) == []
 
 
 STRIDES = {
@@ -219,7 +219,7 @@ def test_the_gradient_of_the_bias_adds_many_sequences(lengths, backend, device):
     """More than four sequences are added in parts, in one launch, and these in another."""
     shape = (0, 3, 0, 16) if lengths else (9, 3, 20, 16)
     case = testing.Case("tssa", f"bias-many-{bool(lengths)}", shape, {"causal": True}, lengths=lengths)
-    assert over_budget(case, torch.float32, backend, device) == []
+    assert over_tolerance(case, torch.float32, backend, device) == []
 
 
 @EACH

@@ -124,7 +124,7 @@ class Walking:
         self.case = testing.Case("tssa", f"walking-{name}", shape, **{**given, "options": options})
 
     def check(self, backend, dtype, device="cpu", twice=False):
-        """Hold a call that these kernels take to the error budget; return the largest share of it.
+        """Compare a call that these kernels take with the error tolerance; return the largest share of it.
 
         The backward begins with the sums that the forward saved, and then with those that it finds itself.
         """
@@ -132,7 +132,7 @@ class Walking:
         step, shares = step_of(self.config, nheads * head_dim), []
         for saves in (True, False):
             with saving(self.config, saves) as read:
-                names, share = persistent.within_budget(self.case, backend, dtype, device, nullcontext(), twice)
+                names, share = persistent.within_tolerance(self.case, backend, dtype, device, nullcontext(), twice)
             launches = [name for name in names if "dbias" not in name]
             assert [f"{way}_walking" in name for way, name in zip(("fwd", "bwd"), launches, strict=True)] == [True] * 2
             assert read == [step if saves and (seqlen or max(self.case.lengths)) > step else 0] * (1 + twice)

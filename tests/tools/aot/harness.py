@@ -210,7 +210,7 @@ def spill_key(case, target, kernel, strict):
     return None if VERSION in TUNED else f"{key} triton {VERSION[0]}.{VERSION[1]}"
 
 
-def over_budget(kernels, target, case, strict):
+def over_limits(kernels, target, case, strict):
     """List the faults: shared memory beyond the device's, and spills beyond what is recorded."""
     recorded = json.loads(RECORDED.read_text())
     wrong = []

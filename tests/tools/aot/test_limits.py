@@ -31,4 +31,4 @@ def test_spills_are_held_to_the_record_of_the_version(version, target, strict, a
     monkeypatch.setattr(harness, "VERSION", version)
     for stack in (0, 8, 16, 24):
         kernel = harness.Kernel("kernel", 255, stack, 0, 0, "")
-        assert bool(harness.over_budget([kernel], target, "case", strict)) == (stack > allowed)
+        assert bool(harness.over_limits([kernel], target, "case", strict)) == (stack > allowed)

@@ -1,7 +1,7 @@
-"""The error budget of CONTRIBUTING.md: a result may be as far from float64 as eager code is, times a constant.
+"""The error tolerance of CONTRIBUTING.md: a result may be as far from float64 as eager code is, times a constant.
 
 Eager's error on one drawn input can be 0 by luck (a single token, sums that come out to the last bit), and then says
-nothing of what eager PyTorch is worth there. A result that is over its budget is therefore judged once more: eager's
+nothing of what eager PyTorch is worth there. A result that is over its tolerance is therefore judged once more: eager's
 error is then the largest on the input and on ``NEIGHBOURS`` others that differ from it in the last bit of each number.
 """
 
@@ -20,14 +20,14 @@ _MASKS = 1e6  # biases of this size take a token away
 
 
 class Wrong(Exception):
-    """A call gave what it must not; ``ratio`` is the error as a share of its budget."""
+    """A call gave what it must not; ``ratio`` is the error as a share of its tolerance."""
 
     def __init__(self, text, ratio=0.0):
         super().__init__(text)
         self.ratio = ratio
 
 
-class Budget:
+class ToleranceChecker:
     """Holds results to float64.
 
     Args:
@@ -110,16 +110,16 @@ class Budget:
         largest = truth[where].abs().max().item() if where.any() else 0.0
         least = self._negligible(value.dtype) + (self._unresolved() if name.startswith("d") else 0.0)
         factor += self._double  # the float64 equations round as much as the call
-        budget = factor * (usual + self._eps * largest + least)
-        if wrong > budget:
+        tolerance = factor * (usual + self._eps * largest + least)
+        if wrong > tolerance:
             self.close = True
             jump = self._jump(name, truth, where)
             for turn in range(1, NEIGHBOURS + 1):
                 usual = max(usual, self._eager_error(name, where, turn) or 0.0, self._moved(name, where, turn))
-                budget = factor * (usual + self._eps * largest + least) + jump
-                if wrong <= budget:
+                tolerance = factor * (usual + self._eps * largest + least) + jump
+                if wrong <= tolerance:
                     break
-        share = wrong / budget if budget else math.inf if wrong else 0.0
+        share = wrong / tolerance if tolerance else math.inf if wrong else 0.0
         if share > self.worst:
             self.worst = share
             self.why = f"{label}{name}: error {wrong:.3g}, eager's {usual:.3g}, largest {largest:.3g}"
@@ -147,9 +147,9 @@ class Budget:
         return limits.smallest_normal * (limits.eps if dtype == torch.float16 else 1.0)
 
     def raise_if_over(self):
-        """Raise ``Wrong`` if something was over its budget."""
+        """Raise ``Wrong`` if something was over its tolerance."""
         if self.worst > 1:
-            raise Wrong(f"{self.worst:.3g} budgets: {self.why}", self.worst)
+            raise Wrong(f"{self.worst:.3g} tolerances: {self.why}", self.worst)
 
     def _jump(self, name, truth, where):
         """Return how far float64 itself jumps where thresholds move by a few roundings."""
