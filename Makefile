@@ -93,7 +93,7 @@ test-emulated: .venv/test.stamp
 test-aarch64: .venv/test.stamp
 	$(BIN)/python -m pytest -p tests.tools.aarch64.plugin $(SPREAD) tests/ops -k aarch64 $(ARGS)
 
-# The operators on an extension that stops at the first address out of bounds or undefined operation. Its home is its own,
+# The operators on an extension that stops at the first address out of bounds or undefined operation. It has a separate home,
 # so that it is not mistaken for the fast one. -O1 compiles in a third of the time, with the multiply-adds that
 # tolerances assume.
 # Python itself is not compiled so: the runtimes come first by preloading. pytest captures no output of C++, which is what

@@ -60,14 +60,14 @@ def pytest_configure(config):
 def _rank(item):
     """Return the place of a benchmark in the order of worth."""
     parameters = getattr(item, "callspec", None)
-    given = parameters.params if parameters else {}
-    return worth.rank(given["what"].name, given["dtype"], given["direction"]) if "what" in given else 0
+    params = parameters.params if parameters else {}
+    return worth.rank(params["what"].name, params["dtype"], params["direction"]) if "what" in params else 0
 
 
 def _quick_rank(item):
     """Return the place of a benchmark in the quick run; None if it is not in it."""
-    given = item.callspec.params
-    return worth.quick_rank(given["what"].name, given["dtype"], given["direction"], given["provider"])
+    params = item.callspec.params
+    return worth.quick_rank(params["what"].name, params["dtype"], params["direction"], params["provider"])
 
 
 def pytest_collection_modifyitems(config, items):

@@ -50,9 +50,9 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def build(args: argparse.Namespace) -> Any:
     """Build the model, the same in all processes."""
-    given = {"n_layer": args.layers, "n_head": args.heads, "n_embd": args.width}
+    changes = {"n_layer": args.layers, "n_head": args.heads, "n_embd": args.width}
     sizes = {} if args.model else SMALL
-    sizes = {**sizes, **{name: value for name, value in given.items() if value is not None}}
+    sizes = {**sizes, **{name: value for name, value in changes.items() if value is not None}}
     torch.manual_seed(args.seed)
     options = {"block_size": args.context, "vocab_size": args.vocab, "grad_checkpointing": args.recompute}
     return models.create(args.model or "crate_lm_base", **sizes, **options)

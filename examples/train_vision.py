@@ -56,10 +56,10 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def build(args: argparse.Namespace, images: Images) -> Any:
     """Build the model, the same in all processes."""
-    given = {"depth": args.depth, "heads": args.heads, "dim_head": args.head_width, "dim": args.width}
-    given["patch_size"] = args.patch or images.patch
+    options = {"depth": args.depth, "heads": args.heads, "dim_head": args.head_width, "dim": args.width}
+    options["patch_size"] = args.patch or images.patch
     sizes = {} if args.model else SMALL
-    sizes = {**sizes, **{name: value for name, value in given.items() if value is not None}}
+    sizes = {**sizes, **{name: value for name, value in options.items() if value is not None}}
     data = {"image_size": images.size, "channels": images.channels, "num_classes": images.classes}
     torch.manual_seed(args.seed)
     return models.create(args.model or "crate_tiny", **sizes, **data, pool="mean", grad_checkpointing=args.recompute)

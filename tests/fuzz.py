@@ -1,8 +1,8 @@
 """Judge thousands of drawn calls and of corrupted model folders: ``python -m tests.fuzz``; or repeat the one of a seed.
 
 A cell is an operator on a backend, all classes of calls on drawn backends ("any"), or the folders ("loaders").
-Processes share a cell's seeds, each with a log of its own. The same command resumes; a process that dies in a seed has
-failed there, and another goes on after it. ``--seed N --backend B`` repeats a call; of Triton under TRITON_INTERPRET=1.
+Processes share a cell's seeds, each with another log. The same command resumes. A process that dies in a seed has
+failed there, and another continues after it. ``--seed N --backend B`` repeats a call; Triton needs TRITON_INTERPRET=1.
 """
 
 import argparse

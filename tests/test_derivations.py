@@ -1,4 +1,4 @@
-"""The formulas of docs/derivations.md, evaluated in float64 and held to autograd of the plain equations."""
+"""The formulas of docs/derivations.md, evaluated in float64 and compared with autograd of the equations."""
 
 import math
 
@@ -103,7 +103,7 @@ def test_mssa_divided_gradients_in_fp16(options):
 
 @pytest.mark.parametrize("spread", [0.0, 10.0, 21.0])
 def test_mssa_rows_of_divided_weights_lose_as_much_in_fp16_as_if_they_were_normal(spread):
-    """21 bits between the r of rows are the most that 64 weights leave room for."""
+    """21 bits between the r of rows are the maximum beside 64 weights."""
     n, f = 64, 2.0**9
     r = 2.0 ** (4 - spread * torch.linspace(0, 1, n, dtype=torch.float64))[:, None]
     assert bool((f * r >= 2**-14 * n).all())

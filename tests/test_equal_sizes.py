@@ -117,11 +117,11 @@ def test_a_model_equals_itself_on_reference(family):
     model = drawn(model_class(config).double()).eval()
     naive = model_class(replace(config, backend="reference")).double().eval()
     naive.load_state_dict(model.state_dict())
-    given = [
+    inputs = [
         t.double() if t is not None and t.is_floating_point() else t
         for t in GIVEN[family](torch.Generator().manual_seed(1))
     ]
-    outs = [output(family, each(*given)) for each in (model, naive)]
+    outs = [output(family, each(*inputs)) for each in (model, naive)]
     torch.testing.assert_close(*outs, rtol=1e-10, atol=1e-11)
     for out in outs:
         out.square().sum().backward()

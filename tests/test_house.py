@@ -28,7 +28,7 @@ FLOORS = (
     {"_core"},
     {"_native"},
 )
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+FLOOR = {package: number for number, packages in enumerate(FLOORS) for package in packages}
 BACKENDS = ("reference", "composite", "native", "triton")
 MOST_PARAMETERS = 8
 MOST_OF_A_KERNEL = 30
@@ -52,7 +52,7 @@ def imports(path):
             yield from (f"{below}.{alias.name}".lstrip(".") for alias in node.names)
 
 
-def room(module):
+def package_of(module):
     first = module.partition(".")[0]
     return first if first in FLOOR else "__init__"
 
@@ -62,7 +62,7 @@ def test_imports_go_down_only():
         f"{name(path)} imports {module}"
         for path in SOURCES
         for module in imports(path)
-        if FLOOR[room(module)] < FLOOR[room(name(path))]
+        if FLOOR[package_of(module)] < FLOOR[package_of(name(path))]
     ]
     assert up == []
 
@@ -123,7 +123,7 @@ def test_parameter_lists_are_short():
         and len([a for a in parameters(node) if a.arg not in ("self", "cls")]) > MOST_PARAMETERS
         and not is_kernel(node)
         and path.name != "api.py"
-        and room(name(path)) not in ("models", "nn")
+        and package_of(name(path)) not in ("models", "nn")
     ]
     assert long == []
 
@@ -215,11 +215,11 @@ def listed(path):
 
 
 def test_operators_are_named_in_their_rooms():
-    """A new operator is a new room, and a line in OPS: nothing that serves all operators asks which one it is."""
+    """A new operator is a new package and a line in OPS: no code that serves all operators asks which one it is."""
     named = [
         f"{name(path)}:{node.lineno} {node.value!r}"
         for path in SOURCES
-        if room(name(path)) in ("_core", "_cuda", "_native", "_triton", "bench", "cli", "testing")
+        if package_of(name(path)) in ("_core", "_cuda", "_native", "_triton", "bench", "cli", "testing")
         for node in nodes(path)
         if isinstance(node, ast.Constant) and node.value in testing.SPECS and node.lineno not in listed(path)
     ]

@@ -2,7 +2,7 @@
 
 A backend is a name and a package with one kernel module per operator. A kernel module defines ``forward`` and
 ``backward``, and ``decode`` where the operator has a cache. Adding the file ``ops/<op>/<backend>.py`` offers one.
-A part of an operator may have kernel modules of its own: ``add_part``.
+A part of an operator may have separate kernel modules: ``add_part``.
 ``cpp`` is C++ for CPU tensors and CUDA C++ for CUDA tensors, both in ``native.py``. The former needs the extension,
 the latter NVRTC.
 """
@@ -145,7 +145,7 @@ def type_of(device: torch.device) -> str:
 
 
 def add_part(part: str) -> None:
-    """Let a part of an operator, "<op>.<part>", have kernel modules of its own: ops/<op>/<part>/<backend>.py."""
+    """Let a part of an operator, "<op>.<part>", have separate kernel modules: ops/<op>/<part>/<backend>.py."""
     for variant in (v for b in _BACKENDS.values() for v in b.variants()):
         package = variant.package.format(op=part)
         _has_kernel[part, variant.name] = package.startswith("crate_kernels.") and _is_there(package)

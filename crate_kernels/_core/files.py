@@ -101,7 +101,7 @@ def owned(path: Path, patience: float = 0.0) -> Iterator[None]:
 
 
 def _is_at(lock: int, place: Path) -> bool:
-    """Tell whether the file that is locked still has its name: whoever had it before may have removed it."""
+    """Return whether the file that is locked still has its name: whoever had it before may have removed it."""
     try:
         return os.path.samestat(os.fstat(lock), place.stat())
     except FileNotFoundError:

@@ -256,7 +256,7 @@ _FORWARD_AD: Any = torch.autograd.forward_ad
 def is_short(tensors: Sequence) -> bool:
     """Return whether nothing but autograd's backward wants to see a call on ``tensors``.
 
-    Autocast casts what a public function is given, and nothing after it: plans run without it (recording.py).
+    Autocast casts the arguments of a public function, and nothing after it: plans run without it (recording.py).
     """
     for t in tensors:
         if type(t) not in _TENSORS_OR_NONE:

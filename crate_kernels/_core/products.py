@@ -44,7 +44,7 @@ def _processor() -> str:
 
 
 def _is_made_by(vendor: str) -> bool:
-    """Tell whether the processor is of this vendor, as cpuid names it."""
+    """Return whether the processor is of this vendor, as cpuid names it."""
     return vendor in _processor()
 
 
@@ -86,17 +86,17 @@ def fast_dtype(dtype: torch.dtype, rows: int) -> torch.dtype:
 
 
 def may_reroute(dtype: torch.dtype) -> bool:
-    """Tell whether ``product`` has another way for this dtype than ``F.linear``, whatever the bias."""
+    """Return whether ``product`` has another way for this dtype than ``F.linear``, whatever the bias."""
     return dtype in _slow or (dtype == torch.float32 and _library is not None)
 
 
 def is_small(left: Tensor, columns: int) -> bool:
-    """Tell at once that no product of ``left`` with so many columns pays; ``should_reroute`` says the rest."""
+    """Return whether no product of ``left`` with so many columns pays; ``should_reroute`` decides the rest."""
     return left.dtype not in _slow and (_library is None or left.numel() * columns < _MIN_WORK)
 
 
 def should_reroute(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
-    """Tell whether ``product`` is faster than ``F.linear``, which refuses what differs in dtype."""
+    """Return whether ``product`` is faster than ``F.linear``, which refuses what differs in dtype."""
     if left.dtype != right.dtype or (bias is not None and bias.dtype != left.dtype):
         return False
     fallback = _slow.get(left.dtype)
@@ -126,7 +126,7 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _is_transposed(matrix: Tensor) -> bool:
-    """Tell whether this is the transpose of rows, and `_transposed` can make rows of it."""
+    """Return whether this is the transpose of rows, and `_transposed` can make rows of it."""
     return (
         extension.PATH is not None and matrix.dim() == 2 and not matrix.is_contiguous() and matrix.t().is_contiguous()
     )
@@ -140,7 +140,7 @@ def _transposed(rows: Tensor) -> Tensor:
 
 
 def _transposes_less(left: Tensor, right: Tensor) -> bool:
-    """Tell whether to transpose ``right`` and the result is less work than to transpose ``left``."""
+    """Return whether to transpose ``right`` and the result is less work than to transpose ``left``."""
     (m, k), n = left.shape, right.shape[0]
     return n * (k + m) < m * k
 

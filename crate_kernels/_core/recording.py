@@ -36,7 +36,7 @@ class _PlanStep(NamedTuple):
     """A launch, or an operation on tensors."""
 
     kind: str
-    tensors: tuple[Tensor, ...]  # those that need a register of their own; the first may be written
+    tensors: tuple[Tensor, ...]  # those that need a register each; the first may be written
     launch: Launch | None = None
     numbers: tuple[Any, ...] = ()
 

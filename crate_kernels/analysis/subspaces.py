@@ -117,11 +117,11 @@ def snr(z: Tensor, subspaces: Tensor, labels: Tensor | None = None) -> Tensor:
         ValueError: A shape, dtype or device does not fit, or columns are not orthonormal.
         TypeError: z, subspaces or labels is not a Tensor.
     """
-    given = subspaces
+    original = subspaces
     z, subspaces = tokens_and_subspaces("snr", z, subspaces)
     identity = torch.eye(subspaces.shape[-1], dtype=z.dtype, device=z.device)
     error = float((subspaces.mT @ subspaces - identity).detach().abs().max())
-    if not error <= torch.finfo(given.dtype).eps ** 0.5:
+    if not error <= torch.finfo(original.dtype).eps ** 0.5:
         raise ValueError(
             "snr: subspaces must have orthonormal columns (torch.linalg.qr(subspaces).Q has), "
             f"got U^T U - I = {error:.1e}"

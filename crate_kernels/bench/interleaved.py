@@ -58,7 +58,7 @@ def measure(
 def measure_calls(calls: Sequence[tuple[BenchRow, clock.Call]], seconds: float) -> None:
     """Time calls interleaved, and write to memory between them; the samples go into the rows.
 
-    Each round has an order of its own: a call finds the memory that the one before has freed.
+    Each round has another order: a call finds the memory that the one before has freed.
     """
     between = torch.zeros(_BETWEEN, dtype=torch.int8)
     # A provider that is made may discard what another compiled: all are warmed up once all are there.

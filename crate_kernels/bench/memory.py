@@ -33,10 +33,10 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
         path = Path(folder, "trace.json")
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    held = peak = 0
+    allocated = peak = 0
     for _, change in sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"):
-        held += change
-        peak = max(peak, held)
+        allocated += change
+        peak = max(peak, allocated)
     return peak
 
 

@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare.add_argument("first", type=Path)
     compare.add_argument("second", type=Path)
     compare.add_argument(
+        "--min-change",
         "--least",
         type=float,
         default=0.05,
@@ -187,7 +188,7 @@ def _compare(args: argparse.Namespace) -> int:
         print(f"bench compare: {error}")
         return 2
     every = list(changes(first, second))
-    moved = sorted((c for c in every if c.moved(args.least)), key=lambda c: -c.ratio)
+    moved = sorted((c for c in every if c.moved(args.min_change)), key=lambda c: -c.ratio)
     for name, results in (("first", first), ("second", second)):
         print(f"{name}: {results.machine['device']}, torch {results.machine['torch']}, {results.machine.get('git')}")
         if "load" in results.machine:
@@ -195,7 +196,7 @@ def _compare(args: argparse.Namespace) -> int:
     if moved:
         lines = [[c.key, f"{c.ratio:.3f}", f"{c.low:.3f} to {c.high:.3f}"] for c in moved]
         print("\n" + table.render(["row", "times as long", "95%"], lines))
-    print(f"\n{len(moved)} of {len(every)} rows moved by more than {100 * args.least:.0f}%")
+    print(f"\n{len(moved)} of {len(every)} rows moved by more than {100 * args.min_change:.0f}%")
     for name, keys in zip(("first", "second"), missing(first, second), strict=True):
         if keys:
             print(f"{len(keys)} rows only in the {name}, {keys[0]} for one")
@@ -217,9 +218,9 @@ class Change:
     low: float
     high: float
 
-    def moved(self, least: float) -> bool:
-        """Return whether the whole interval is further than ``least`` from no change."""
-        return self.low > 1 + least or self.high < 1 / (1 + least)
+    def moved(self, min_change: float) -> bool:
+        """Return whether the whole interval is further than ``min_change`` from no change."""
+        return self.low > 1 + min_change or self.high < 1 / (1 + min_change)
 
 
 def changes(first: Results, second: Results) -> Iterator[Change]:

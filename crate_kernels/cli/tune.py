@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only", action="append", default=[], help="only workloads with this in their name; repeatable"
     )
     parser.add_argument("--every", action="store_true", help="time every configuration, ranked or not")
-    parser.add_argument("--most", type=int, help="time at most so many configurations of a workload, evenly spaced")
+    parser.add_argument("--max-configs", "--most", type=int, help="configurations to time of a workload, evenly spaced")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no measurement after so many")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile; one times afterwards")
     parser.add_argument("--log", type=Path, help="file of all timings, from which tune resumes")
@@ -101,7 +101,7 @@ def ranked(device: torch.device) -> Path | None:
     return path if path.exists() else None
 
 
-def narrowed(every: list[tune.Workload], path: Path | None, most: int | None = None) -> list[tune.Workload]:
+def narrowed(every: list[tune.Workload], path: Path | None, max_configs: int | None = None) -> list[tune.Workload]:
     """Return the workloads with only those candidates that a file names, and at most so many.
 
     Raises:
@@ -117,9 +117,9 @@ def narrowed(every: list[tune.Workload], path: Path | None, most: int | None = N
 
     def few(workload: tune.Workload) -> tuple[Config, ...]:
         if str(workload) in found:
-            return found[str(workload)][:most]  # from the best on
+            return found[str(workload)][:max_configs]  # from the best on
         candidates = workload.table.candidates
-        return candidates[:: math.ceil(len(candidates) / most)] if most and candidates else candidates
+        return candidates[:: math.ceil(len(candidates) / max_configs)] if max_configs and candidates else candidates
 
     return [replace(one, table=replace(one.table, candidates=few(one))) for one in every]
 
@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"tune: times the best ranked of {args.candidates.name}, all where none is ranked (--every: all)")
     try:
         log = Log(args.log)
-        every = narrowed(workloads(ops, args.only), args.candidates, args.most)
+        every = narrowed(workloads(ops, args.only), args.candidates, args.max_configs)
     except (OSError, ValueError) as error:
         print(f"tune: {error}")
         return 1
@@ -172,7 +172,7 @@ def _tune(args: argparse.Namespace, gpu: str, ops: list[str], every: list[tune.W
     numbers = [number for number, one in enumerate(every) if str(one) not in log.found]
     now = time.monotonic()
     compiling = 60 * _COMPILING * args.minutes
-    work = _Work(ops, args.only, args.candidates, args.most, now + 60 * args.minutes, now + compiling)
+    work = _Work(ops, args.only, args.candidates, args.max_configs, now + 60 * args.minutes, now + compiling)
     lost: dict[int, frozenset[int]] = {}
     if args.jobs > 1 and numbers:
         lost = tune.compile_all(len(numbers), args.jobs, partial(_compiled, work, numbers))
@@ -215,13 +215,13 @@ class _Work:
     ops: list[str]
     only: list[str]
     candidates: Path | None
-    most: int | None
+    max_configs: int | None
     stop_at: float
     compile_until: float
 
     def workloads(self, numbers: Sequence[int]) -> list[tune.Workload]:
         """Return the workloads of these numbers."""
-        every = narrowed(workloads(self.ops, self.only), self.candidates, self.most)
+        every = narrowed(workloads(self.ops, self.only), self.candidates, self.max_configs)
         return [every[number] for number in numbers]
 
 

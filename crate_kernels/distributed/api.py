@@ -79,7 +79,7 @@ def mssa(
         group: the process group, or a DeviceMesh of one dimension.
         form: "heads" exchanges tokens for heads, attends to the whole sequence, and exchanges back; the number of
             ranks must divide that of heads. "gather" keeps each rank's rows and fetches all tokens; "ring" fetches one
-            rank's at a time, which takes the least memory. None is "heads" where ranks divide heads, else "gather".
+            rank's at a time, which takes the smallest memory. None is "heads" where ranks divide heads, else "gather".
         causal: each token attends to itself and those before it only.
         balanced: ranks have the head-tail chunks of ``shard(..., balanced=True)``: with ``causal``, equal work in
             the forms "gather" and "ring". "heads" has equal work always.

@@ -55,7 +55,7 @@ class Ranks(NamedTuple):
         return _apart(total, tensors)
 
     def gather(self, x: Tensor, lengths: Sequence[int] | None = None, dim: int = 0) -> list[Tensor]:
-        """Return every rank's tensor; they may differ along ``dim``, of which all ``lengths`` are given then.
+        """Return every rank's tensor; they may differ along ``dim``, whose ``lengths`` are all passed then.
 
         Shorter ones are padded for the transfer.
         """

@@ -45,7 +45,7 @@ class RowsCall(NamedTuple):
         yield from around
 
     def tokens(self, rank: int, *tensors: Tensor) -> RangeTokens:
-        """Return the tokens of a rank, numbered from 0, with the tensors of a backward if they are given."""
+        """Return the tokens of a rank, numbered from 0, with the tensors of a backward if they are passed."""
         w, *rest = tensors
         return RangeTokens(0, w, None if self.masks is None else self.masks[rank], *rest)
 

@@ -14,13 +14,13 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-# The placements of the outputs, and those of the tensors given that are not replicated.
+# The placements of the outputs, and those of the input tensors that are not replicated.
 Way = tuple[list[Placement], dict[str, Placement]]
 _ALL, _BATCH, _HEADS = Replicate(), Shard(0), Shard(1)
 
 
 def _is_tensor(value: Any) -> bool:
-    """Return whether a rule was given a tensor, of which it sees the DTensorSpec."""
+    """Return whether a rule's argument is a tensor, of which it sees the DTensorSpec."""
     return hasattr(value, "placements")
 
 
@@ -31,15 +31,15 @@ def _register(name: str, ways: Callable[[dict[str, Any]], Iterable[Way]]) -> Non
     nothing: Way = [_ALL] * len(overload._schema.returns), {}
 
     def rule(*args: Any) -> list[tuple[list[Placement], list[Placement | None]]]:
-        given = dict(zip(names, args, strict=True))
-        if given.get("seed") is not None:
+        arguments = dict(zip(names, args, strict=True))
+        if arguments.get("seed") is not None:
             op = name.partition("_")[0]
             raise NotImplementedError(
                 f"{op}: dropout_p must be 0 with DTensors: all processes would draw the same masks"
             )
         return [
-            (outputs, [inputs.get(each, _ALL) if _is_tensor(given[each]) else None for each in names])
-            for outputs, inputs in (nothing, *ways(given))
+            (outputs, [inputs.get(each, _ALL) if _is_tensor(arguments[each]) else None for each in names])
+            for outputs, inputs in (nothing, *ways(arguments))
         ]
 
     register_sharding(overload)(rule)
@@ -48,8 +48,8 @@ def _register(name: str, ways: Callable[[dict[str, Any]], Iterable[Way]]) -> Non
 def _mssa(outputs: str) -> Callable[[dict[str, Any]], Iterable[Way]]:
     """Return the ways of an op of mssa with these outputs, "w" like tokens and "l" like lse."""
 
-    def ways(given: dict[str, Any]) -> Iterable[Way]:
-        packed = given["cu_seqlens"] is not None
+    def ways(arguments: dict[str, Any]) -> Iterable[Way]:
+        packed = arguments["cu_seqlens"] is not None
         for tokens in (_HEADS,) if packed else (_HEADS, _BATCH):
             numbers = _BATCH if packed else tokens  # (nheads, total) beside (total, nheads, head_dim)
             inputs: dict[str, Placement] = dict.fromkeys(("dout", "w", "out"), tokens)
@@ -67,25 +67,25 @@ _PER_SEQUENCE = ("dout", "dmembership", "w", "membership", "energy", "moment", "
 def _tssa(outputs: int, sums: tuple[str, ...] = ()) -> Callable[[dict[str, Any]], Iterable[Way]]:
     """Return the ways of an op of tssa: this many outputs per sequence, then sums, the gradients of inputs."""
 
-    def ways(given: dict[str, Any]) -> Iterable[Way]:
-        if given["cu_seqlens"] is None:
+    def ways(arguments: dict[str, Any]) -> Iterable[Way]:
+        if arguments["cu_seqlens"] is None:
             placed: list[Placement] = [_BATCH] * outputs
-            placed += [Partial() if given[name] is not None else _ALL for name in sums]
+            placed += [Partial() if arguments[name] is not None else _ALL for name in sums]
             yield placed, dict.fromkeys(_PER_SEQUENCE, _BATCH)
 
     return ways
 
 
-def _ista_fwd(given: dict[str, Any]) -> Iterable[Way]:
-    for dim in range(given["x"].ndim - 1):
+def _ista_fwd(arguments: dict[str, Any]) -> Iterable[Way]:
+    for dim in range(arguments["x"].ndim - 1):
         yield [Shard(dim)], {"x": Shard(dim)}
 
 
-def _ista_bwd(given: dict[str, Any]) -> Iterable[Way]:
-    for dim in range(given["x"].ndim - 1):
+def _ista_bwd(arguments: dict[str, Any]) -> Iterable[Way]:
+    for dim in range(arguments["x"].ndim - 1):
         outputs: list[Placement] = [
-            Shard(dim) if given["need_dx"] else _ALL,
-            Partial() if given["need_dweight"] else _ALL,
+            Shard(dim) if arguments["need_dx"] else _ALL,
+            Partial() if arguments["need_dweight"] else _ALL,
         ]
         yield outputs, dict.fromkeys(("dy", "x", "y"), Shard(dim))
 
@@ -95,15 +95,15 @@ def _whole_tokens(x: Any) -> bool:
     return x.ndim > 1 and x.shape[0] % x.mesh.size() == 0
 
 
-def _overcomplete_fwd(given: dict[str, Any]) -> Iterable[Way]:
-    if _whole_tokens(given["x"]):
-        kept = _HEADS if given["keep"] else _ALL  # (steps, tokens, atoms)
+def _overcomplete_fwd(arguments: dict[str, Any]) -> Iterable[Way]:
+    if _whole_tokens(arguments["x"]):
+        kept = _HEADS if arguments["keep"] else _ALL  # (steps, tokens, atoms)
         yield [_BATCH, kept, kept], {"x": _BATCH}
 
 
-def _overcomplete_bwd(given: dict[str, Any]) -> Iterable[Way]:
-    if _whole_tokens(given["x"]):
-        decoder: Placement = _ALL if given["decoder"] is None else Partial()
+def _overcomplete_bwd(arguments: dict[str, Any]) -> Iterable[Way]:
+    if _whole_tokens(arguments["x"]):
+        decoder: Placement = _ALL if arguments["decoder"] is None else Partial()
         inputs: dict[str, Placement] = {"dout": _BATCH, "x": _BATCH, "codes": _HEADS, "residuals": _HEADS}
         yield [_BATCH, Partial(), decoder], inputs
 

@@ -244,7 +244,7 @@ def _check_model(model: nn.Module, balanced: bool) -> None:
 
 
 def _instead_of(module: nn.Module) -> str | None:
-    """Return what to do instead of cutting a module that mixes its tokens, or takes them, in a way of its own."""
+    """Return what to do instead of cutting a module that mixes its tokens, or takes them, in another way."""
     if isinstance(module, ReferenceModel) and not isinstance(module, LanguageModel):
         return "cut its blocks alone, or shard it by fully_shard"
     if isinstance(module, _ATTENDING):

@@ -165,8 +165,8 @@ class Causal(torch.autograd.Function):
         membership = (temp.to(squares.dtype)[:, None] * causal_similarity(ratio, bias)).softmax(1)
         for count in kept:  # all zero before the first kept token, and with it the output and every gradient
             assert call.key_padding_mask is not None
-            held = count[:, None] + call.key_padding_mask.cumsum(1)
-            membership = membership * (held > 0)[:, None, :]
+            num_seen = count[:, None] + call.key_padding_mask.cumsum(1)
+            membership = membership * (num_seen > 0)[:, None, :]
         weights = call.counted(membership)
         sums = call.ranks.before(rows_dot(weights, squares), weights.sum(2))
         ctx.save_for_backward(w, temp, bias, membership, energy, *sums)

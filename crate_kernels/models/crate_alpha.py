@@ -1,6 +1,6 @@
 """CRATE-alpha: scaling white-box transformers for vision (Yang et al. 2024, arXiv 2405.20299).
 
-CRATE with an overcomplete dictionary, its own decoder, and a residual around both blocks::
+CRATE with an overcomplete dictionary, a separate decoder, and a residual around both blocks::
 
     x = x + MSSA(LN(x))
     x = x + D1 z(LN(x))               z: two proximal steps in D, from zero

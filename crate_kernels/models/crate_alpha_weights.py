@@ -20,7 +20,7 @@ def _is_clipa(bare: Mapping[str, Any]) -> bool:
 
 
 def _vision_tower(bare: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the vision tower of a CLIPA checkpoint under its own names."""
+    """Return the vision tower of a CLIPA checkpoint under its published names."""
     if not any(name.startswith("visual.") for name in bare):
         return dict(bare)
     kept = official.without(bare, lambda name: name.startswith(_TEXT), "the text tower")
@@ -105,7 +105,7 @@ def _parameters(bare: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _tensor(name: str, value: Any) -> Tensor:
-    """Return an array of NumPy or JAX as a tensor of its own."""
+    """Return an array of NumPy or JAX as a tensor with a copy of its numbers."""
     if isinstance(value, Tensor):
         return value
     if not hasattr(value, "__array__"):

@@ -44,7 +44,7 @@ def split_local(owner: str, projected: Tensor, head_dim: int) -> Tensor:
 
 
 def refuse_replayed(owner: str, layer: nn.Module, **arguments: Any) -> None:
-    """Refuse what opacus loses: it runs a layer with parameters of its own again, on the first argument alone."""
+    """Refuse what opacus loses: it runs a layer with parameters again, on the first argument alone."""
     if "ft_compute_sample_grad" in vars(layer):
         for name, value in arguments.items():
             if value is not None:

@@ -26,7 +26,7 @@ def cut(model: nn.Module, blocks: Iterable[nn.Module], processes: Processes, dty
 
     Args:
         model: on any device.
-        blocks: its layers, each of which is gathered on its own.
+        blocks: its layers, each of which is gathered separately.
         processes: the meshes.
         dtype: of the products: "bfloat16" keeps weights, optimiser and sums of gradients in float32.
     """

@@ -21,7 +21,7 @@ from training.processes import Processes, asked_to_end, is_first, maximum
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 TERMINATED = 143  # 128 + SIGTERM, as shells have it
-_RUNS, _ENDS, _FAILS = range(3)  # what processes tell each other after a step: the largest counts for all
+_RUNS, _ENDS, _FAILS = range(3)  # what processes exchange after a step: the largest counts for all
 
 
 class Task(NamedTuple):
@@ -148,7 +148,7 @@ def _step(
     loss.backward()
     norm = cutting.clip(task.model, args.clip)
     if not math.isfinite(norm):
-        raise SystemExit(f"the norm of the gradient is {norm}: nothing is saved; go on with a lower --lr")
+        raise SystemExit(f"the norm of the gradient is {norm}: nothing is saved; resume with a lower --lr")
     optimiser.step()
     optimiser.zero_grad()
     return {"loss": task.processes.mean(loss), "gradient_norm": norm}

@@ -50,7 +50,7 @@ class Processes(NamedTuple):
 
 
 def is_first() -> bool:
-    """Tell whether this process is the one that writes and prints."""
+    """Return whether this process is the one that writes and prints."""
     return dist.get_rank() == 0
 
 

@@ -28,8 +28,8 @@ ANOTHER = "another = lambda t: torch.float32 if t.dtype == torch.bfloat16 else t
 MAY_REFUSE = [name for name, (_, refused) in (SAVED | CHANGED).items() if refused]
 IN_PLACE = ("add", "double", "part", "second")  # an output is changed before the backward
 # Most multiply-adds per product, mostly and now and then: a call and its equations then take some milliseconds.
-ROOM = {"triton": (20_000, 60_000), "emulated": (100_000, 400_000)}
-_CPU_ROOM = (400_000, 4_000_000)
+LIMITS = {"triton": (20_000, 60_000), "emulated": (100_000, 400_000)}
+_CPU_LIMITS = (400_000, 4_000_000)
 
 
 def sizes(d, backend, quadratic):
@@ -39,9 +39,9 @@ def sizes(d, backend, quadratic):
     batch, nheads, seqlen, head_dim = d.pick(1, 1, 2, 3, 5), d.pick(1, 1, 2, 3, 4, 6, 8, 12), d.length(), d.channels()
     if backend == "triton":
         seqlen, nheads = min(seqlen, 70), min(nheads, 3)
-    small, large = ROOM.get(backend, _CPU_ROOM)
-    room = d.pick(small, small, small, large)
-    while batch * nheads * seqlen * head_dim * (seqlen if quadratic else 16) > room:
+    small, large = LIMITS.get(backend, _CPU_LIMITS)
+    limit = d.pick(small, small, small, large)
+    while batch * nheads * seqlen * head_dim * (seqlen if quadratic else 16) > limit:
         if batch > 1:
             batch -= 1
         elif nheads > 2:
@@ -72,7 +72,7 @@ def packed_tokens(d, kind, shape, scale):
 def modes(d, call, kind, units=0, prefix=False):
     """Choose what is done around the call.
 
-    ``units`` is how many threads have something of their own to do; ``prefix``: whether earlier tokens do not see later
+    ``units`` is how many threads have something to do; ``prefix``: whether earlier tokens do not see later
     ones.
     """
     if kind == "saved":

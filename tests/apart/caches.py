@@ -75,8 +75,8 @@ def _program(d, seed, kind, forced, op):
             wide = (nheads, 20 * capacity, 1)
             d.put(f"bias = torch.randn({wide}, generator=g) * {d.pick(0.01, 0.3)}")
             if d.chance(0.2):
-                least = torch.finfo(torch.float32 if dtype == "float64" else DTYPES[dtype]).min
-                one = d.pick("-math.inf", "-math.inf", f"{least / 2}", "1e4")
+                lowest = torch.finfo(torch.float32 if dtype == "float64" else DTYPES[dtype]).min
+                one = d.pick("-math.inf", "-math.inf", f"{lowest / 2}", "1e4")
                 d.put(f"bias[{d.integer(1, nheads - 1)}] = {one}" if nheads > 1 else "bias[0, 0] = 9.0")
             values.layout(d, "bias", wide, d.pick(*beside), d.pick("contiguous", "sliced"))
         options = {"denom_bias": "bias" if biased else None}
@@ -129,17 +129,17 @@ def _end(d, call, kind, **facts):
 
 
 def _append(d, call, step, lengths, shape, options):
-    """Append tokens to the program: the same number in each row, a ragged prompt, or more than there is room for."""
+    """Append tokens to the program: the same number in each row, a ragged prompt, or more than fit."""
     batch, nheads, capacity, head_dim = shape
-    room = capacity - max(lengths) if call.op == "mssa" else capacity
+    free = capacity - max(lengths) if call.op == "mssa" else capacity
     if step == "overfull":
         if call.op == "tssa":
             return  # running sums are never full
-        new = room + d.pick(1, 1, 5)
-    elif room == 0:
+        new = free + d.pick(1, 1, 5)
+    elif free == 0:
         return
     else:
-        new = d.pick(1, 1, 1, min(2, room), d.integer(1, room), room)
+        new = d.pick(1, 1, 1, min(2, free), d.integer(1, free), free)
     d.put(f"w = torch.randn({batch}, {nheads}, {new}, {head_dim}, generator=g) * {d.pick(0.3, 1.0, 1.0, 4.0)}")
     if d.chance(0.2):
         d.put(f"w[{d.integer(0, batch - 1)}] = {d.pick('math.nan', 'math.inf', '-math.inf')}")

@@ -95,8 +95,8 @@ class DrawnCall:
     def gradient_line(self):
         """Return the assignment of the gradients."""
         names = ", ".join(f"d{name}" for name in self.wrt)
-        outputs, leaves, given = (", ".join(group) for group in (self.upstream, self.wrt, self.upstream.values()))
-        return f"{names}, = torch.autograd.grad([{outputs}], [{leaves}], [{given}])"
+        outputs, leaves, upstreams = (", ".join(group) for group in (self.upstream, self.wrt, self.upstream.values()))
+        return f"{names}, = torch.autograd.grad([{outputs}], [{leaves}], [{upstreams}])"
 
 
 class Draw:

@@ -1,9 +1,8 @@
 """Time what a user calls beside the faster of SDPA and the reference implementation, cell by cell, and print the worst.
 
-A cell is an operator, its sizes, a number of threads, a dtype and a direction. Providers are called in turn, each in an
-order of its own every round, and the least time of each counts: what others do on the machine adds. A cell in which
-ours is more than a tenth slower is timed again. Tokens lie as a projection leaves them. The same command resumes where
-it was stopped.
+A cell is an operator, its sizes, a number of threads, a dtype and a direction. Calls of providers are interleaved, in
+another order every round, and the minimum time of each counts: other work on the machine adds. A cell in which ours is
+more than a tenth slower is timed again. Tokens lie as a projection leaves them. The same command resumes.
 """
 
 import argparse
@@ -28,7 +27,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FORWARD, BOTH = "forward", "both"
 SLOW = 1.1  # times as long as the faster rival: what a page of results has to say
 AGAIN = 2  # how often such a cell is timed again
-LEAST, MOST = 7, 300  # rounds
+MIN_ROUNDS, MAX_ROUNDS = 7, 300  # rounds
 APART = {"fp32": 1e-3, "bf16": 0.1}  # share of the norm by which a result may differ and still be timed
 
 
@@ -131,7 +130,7 @@ def calls(cell):
 
 
 def measure(cell, seconds):
-    """Return the least seconds of a call by provider."""
+    """Return the minimum seconds of a call by provider."""
     torch.set_num_threads(cell.threads)
     with torch.set_grad_enabled(cell.direction == BOTH):
         timed, right = calls(cell)
@@ -139,25 +138,25 @@ def measure(cell, seconds):
         apart = float((ours - exact).norm() / exact.norm())
         if not apart <= APART[cell.dtype]:
             raise ArithmeticError(f"{cell}: ours is off by {apart:.2g} of the norm")
-        least = dict.fromkeys(timed, float("inf"))
+        fastest = dict.fromkeys(timed, float("inf"))
         draw, stop = random.Random(0), time.perf_counter() + seconds
-        for number in range(MOST):
+        for number in range(MAX_ROUNDS):
             for name in draw.sample(list(timed), len(timed)):
                 start = time.perf_counter()
                 timed[name]()
-                least[name] = min(least[name], time.perf_counter() - start)
-            if number + 1 >= LEAST and time.perf_counter() > stop:
+                fastest[name] = min(fastest[name], time.perf_counter() - start)
+            if number + 1 >= MIN_ROUNDS and time.perf_counter() > stop:
                 break
-    return least
+    return fastest
 
 
-def ratio(least):
+def ratio(fastest):
     """Return the time of ours in times of the faster rival."""
-    return least["ours"] / min(value for name, value in least.items() if name != "ours")
+    return fastest["ours"] / min(value for name, value in fastest.items() if name != "ours")
 
 
 def run(wanted, log, seconds, minutes=None):
-    """Time the cells that the log does not have yet; return the least times of all, by cell."""
+    """Time the cells that the log does not have yet; return the minimum times of all, by cell."""
     found, threads = {}, torch.get_num_threads()
     if log.exists():
         found = {Cell(*record["cell"]): record["seconds"] for record in map(json.loads, log.read_text().splitlines())}
@@ -169,12 +168,12 @@ def run(wanted, log, seconds, minutes=None):
                 break
             if cell in found:
                 continue
-            least = measure(cell, seconds)
+            fastest = measure(cell, seconds)
             for _ in range(AGAIN):
-                if ratio(least) > SLOW:
-                    least = {name: min(value, least[name]) for name, value in measure(cell, seconds).items()}
-            found[cell] = least
-            file.write(json.dumps({"cell": cell, "seconds": least}) + "\n")
+                if ratio(fastest) > SLOW:
+                    fastest = {name: min(value, fastest[name]) for name, value in measure(cell, seconds).items()}
+            found[cell] = fastest
+            file.write(json.dumps({"cell": cell, "seconds": fastest}) + "\n")
             file.flush()
     torch.set_num_threads(threads)
     return {cell: found[cell] for cell in wanted if cell in found}
@@ -183,14 +182,15 @@ def run(wanted, log, seconds, minutes=None):
 def table(found, count):
     """Return the lines that show the worst cells, and how many of each operator are slow."""
     lines = [f"{'cell':<54}{'ours, us':>10}{'sdpa':>10}{'eager':>10}{'ratio':>8}"]
-    for cell, least in sorted(found.items(), key=lambda item: -ratio(item[1]))[:count]:
+    for cell, fastest in sorted(found.items(), key=lambda item: -ratio(item[1]))[:count]:
         name = (
             f"{cell.op} {cell.heads}x{cell.seqlen}x{cell.head_dim} {cell.dtype} {cell.direction}, {cell.threads} thread"
         )
-        times = "".join(f"{1e6 * least[p]:>10.1f}" if p in least else f"{'-':>10}" for p in ("ours", "sdpa", "eager"))
-        lines.append(f"{name:<54}{times}{ratio(least):>8.2f}")
+        columns = (f"{1e6 * fastest[p]:.1f}" if p in fastest else "-" for p in ("ours", "sdpa", "eager"))
+        times = "".join(f"{column:>10}" for column in columns)
+        lines.append(f"{name:<54}{times}{ratio(fastest):>8.2f}")
     for op in dict.fromkeys(cell.op for cell in found):
-        ratios = [ratio(least) for cell, least in found.items() if cell.op == op]
+        ratios = [ratio(fastest) for cell, fastest in found.items() if cell.op == op]
         lines.append(f"{op}: {sum(r > SLOW for r in ratios)} of {len(ratios)} cells are slower by more than a tenth")
     return lines
 

@@ -53,7 +53,7 @@ def _interleave():
 ORDER = _interleave()
 
 
-# A cache is an operator of its own here: mssa decodes by other kernels, and tssa makes steps.
+# A cache is a separate operator here: mssa decodes by other kernels, and tssa makes steps.
 OPERATORS = ("mssa", "mssa cache", "tssa", "tssa cache", "ista", "ista_overcomplete")
 
 

@@ -15,7 +15,7 @@ from tests.apart.call import HEAD, HOPPER
 from tests.apart.tolerance import FORWARD, GRADIENT, ToleranceChecker, Wrong, check, error, same
 
 REDRAWN = 15
-MOST = 3.0  # tolerances that no luck explains
+MAX_RATIO = 3.0  # tolerances that no luck explains
 LSE_ON_HOPPER = {"bfloat16": 2.7e-6, "float16": 6.7e-7}  # error that docs/numerics.md states
 
 
@@ -61,7 +61,7 @@ def judge(call):
 
 def by_luck(call, wrong):
     """Whether most calls with other numbers are within tolerance: a kernel that is wrong is so with most."""
-    if not 1.0 < wrong.ratio <= MOST:
+    if not 1.0 < wrong.ratio <= MAX_RATIO:
         return False
     return statistics.median(share(redrawn(call, turn)) for turn in range(1, REDRAWN + 1)) <= 1.0
 
@@ -85,7 +85,7 @@ def within_limit(call, why):
     """Whether a result of mssa errs as docs/numerics.md says at most.
 
     That is, of a gradient on composite, rounding times the largest score; on cpp, of float32 tokens whose gradients are
-    all one, less than PyTorch's attention; of lse on kernels for Hopper GPUs, a number of its own.
+    all one, less than PyTorch's attention; of lse on kernels for Hopper GPUs, another number.
     """
     lse = re.search(r"\blse: error ([-+.\de]+)", why)
     if lse is not None and call.op == "mssa" and call.backend in HOPPER:
@@ -164,8 +164,8 @@ def _judge(call):
 
     checker = ToleranceChecker(evaluate, before, call.working or call.dtype, call.lenient, call.jumps)
     # Where float64 has no number for an output, as with a bias of -inf in every head, its gradient has none either.
-    given = not any(value.isfinite().logical_not().any() for name, value in before.items() if name in ("w", "x"))
-    defined = not given or not any(checker.exact()[name].isnan().any() for name in call.outputs)
+    finite = not any(value.isfinite().logical_not().any() for name, value in before.items() if name in ("w", "x"))
+    defined = not finite or not any(checker.exact()[name].isnan().any() for name in call.outputs)
     for name, value in got.items():
         gradient = name.startswith("d")
         if defined or not gradient:
@@ -174,7 +174,7 @@ def _judge(call):
 
 
 def finished(checker):
-    """Return the verdict of a call whose results have all been held to the tolerance."""
+    """Return the verdict of a call whose results have all been compared with the tolerance."""
     checker.raise_if_over()
     return Verdict("close" if checker.close else "passed", checker.why, checker.worst)
 
@@ -220,7 +220,7 @@ def gradients(call, space):
     dtype or shape by then: that is refused too, by whatever error, or the backward is right nevertheless.
     """
     names = [f"d{name}" for name in call.wrt]
-    outputs, leaves, given = (
+    outputs, leaves, upstreams = (
         [space[name] for name in group] for group in (call.upstream, call.wrt, call.upstream.values())
     )
     overwritten = call.mode == "overwritten" and separate(leaves[0])
@@ -229,12 +229,12 @@ def gradients(call, space):
         with torch.no_grad():
             leaves[0].mul_(3)
     changed = leaves[call.seed % len(leaves)]
-    held = changed.data
+    before_change = changed.data
     if call.mode in CHANGED:
-        changed.data = eval(CHANGED[call.mode][0], space, {"t": held})
+        changed.data = eval(CHANGED[call.mode][0], space, {"t": before_change})
     try:
         found = torch.autograd.grad(
-            outputs, leaves, given, retain_graph=call.mode == "twice", create_graph=call.mode == "grad of grad"
+            outputs, leaves, upstreams, retain_graph=call.mode == "twice", create_graph=call.mode == "grad of grad"
         )
     except Exception as error:
         if call.mode in MAY_REFUSE:
@@ -249,9 +249,9 @@ def gradients(call, space):
             with torch.no_grad():
                 leaves[0].copy_(kept)
         if call.mode in CHANGED:
-            changed.data = held
+            changed.data = before_change
     if call.mode == "twice":
-        for name, one, two in zip(names, found, torch.autograd.grad(outputs, leaves, given), strict=True):
+        for name, one, two in zip(names, found, torch.autograd.grad(outputs, leaves, upstreams), strict=True):
             check(same(one, two), f"{name} has other bits when the backward is repeated")
     if call.mode == "grad of grad":
         no_second_gradient(found, leaves)
@@ -293,10 +293,10 @@ def layouts(call, tensors, got):
             merged.untyped_storage().data_ptr() == out.untyped_storage().data_ptr(),
             "out.transpose(1, 2).flatten(2) copies",
         )
-    given = {value.untyped_storage().data_ptr(): name for name, value in tensors.items() if value.numel()}
+    owners = {value.untyped_storage().data_ptr(): name for name, value in tensors.items() if value.numel()}
     for name, value in (("out", out), *((f"d{name}", got.get(f"d{name}")) for name in call.wrt)):
         if value is not None and value.numel():
-            other = given.get(value.untyped_storage().data_ptr())
+            other = owners.get(value.untyped_storage().data_ptr())
             check(other in (None, *call.upstream.values()), f"{name} shares memory with {other}")
             check(separate(value), f"{name} overlaps itself: strides {value.stride()}")
     for name in call.wrt:
@@ -339,7 +339,7 @@ def equations(call, tensors, seed, cast, nudge, context):
     result = {name: value for name, value in space["result"].items() if name in call.outputs}
     values = {name: value.detach() for name, value in result.items()}
     if call.upstream and call.wrt:
-        given = [through_changes(call, name, t[f"d{name}"].to(result[name].dtype)) for name in call.upstream]
-        grads = torch.autograd.grad([result[name] for name in call.upstream], [t[name] for name in call.wrt], given)
+        inputs = [through_changes(call, name, t[f"d{name}"].to(result[name].dtype)) for name in call.upstream]
+        grads = torch.autograd.grad([result[name] for name in call.upstream], [t[name] for name in call.wrt], inputs)
         values.update({f"d{name}": grad for name, grad in zip(call.wrt, grads, strict=True)})
     return values

@@ -18,13 +18,13 @@ def follow(call, space):
         where = f"step {number} ({step['kind']}): "
         *setup, line = step["lines"]
         exec("\n".join(setup), space)
-        held = _tensors(space["cache"])
-        before = {name: (value.clone(), value._version) for name, value in held.items()}
+        stored = _tensors(space["cache"])
+        before = {name: (value.clone(), value._version) for name, value in stored.items()}
         if step["kind"] == "append":
             _append(call, step, line, space, where)
             if step["full"]:
                 for name, (value, _) in before.items():
-                    check(same(held[name], value), f"{where}{name} was written to by an append that was refused")
+                    check(same(stored[name], value), f"{where}{name} was written to by an append that was refused")
                 continue
             verdict = max(
                 verdict, _check_outputs(call, step, space, rows, where), key=lambda v: (v.status == "close", v.ratio)
@@ -43,7 +43,7 @@ def follow(call, space):
             else:
                 rows = [row[:, :n] for row, n in zip(rows, step["keep"], strict=True)]
         _compare(call, space["cache"], rows, where)
-        for name, value in held.items():
+        for name, value in stored.items():
             risen = value._version > before[name][1]
             check(risen or same(value, before[name][0]), f"{where}{name} was written to and its version did not rise")
     for name, value in frozen.items():
@@ -86,7 +86,7 @@ def _compare(call, cache, rows, where):
 
 
 def _check_outputs(call, step, space, rows, where):
-    """Hold what one append returned to the tolerance."""
+    """Compare what one append returned with the tolerance."""
     kept, names = _kept_tokens(space, step), call.outputs
     tensors = {"w": space["w"], "temp": space.get("temp"), "bias": space.get("bias")}
     tensors |= {f"row {b}": row for b, row in enumerate(rows)}

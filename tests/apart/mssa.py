@@ -1,7 +1,7 @@
 """Drawn calls of mssa."""
 
 from tests.apart import oracle, philox, values
-from tests.apart.attention import ROOM, merges, modes, packed_tokens, sdpa_factor, sizes, upstreams
+from tests.apart.attention import LIMITS, merges, modes, packed_tokens, sdpa_factor, sizes, upstreams
 from tests.apart.call import KERNELS, DrawnCall, has_cpp, keywords
 
 
@@ -13,7 +13,7 @@ def draw(d, seed, kind, forced):
     what = kind.removeprefix("mssa ")
     if what == "sinks" and d.chance(0.5):  # few keys have no other weight to hide an error in
         shape = batch, nheads, seqlen, head_dim = batch, nheads, d.pick(2, 3, 4, 8), head_dim
-    if what == "ones" and backend not in ROOM:
+    if what == "ones" and backend not in LIMITS:
         shape = batch, nheads, seqlen, head_dim = 1, 1, d.pick(seqlen, 197, 197), d.pick(head_dim, 128, 128)
     causal = d.chance(0.4)
     scale = None

@@ -59,7 +59,7 @@ def _largest(scores):
 
 
 def _floor(value, dtype):
-    """Return the published floor, or the least normal number where the dtype would round it to 0."""
+    """Return the published floor, or the smallest normal number where the dtype would round it to 0."""
     return max(value, torch.finfo(dtype).tiny)
 
 

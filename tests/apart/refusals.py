@@ -96,9 +96,9 @@ def draw(d, seed, kind, forced):
     backend, _ = d.backend(forced)
     name = template.split("(")[0]
     call = DrawnCall(kind, seed, name, backend if "." not in name and "Cache" not in name else None)
-    given = f", backend={backend!r}" if call.backend and "backend=" not in text else ""
+    backend_option = f", backend={backend!r}" if call.backend and "backend=" not in text else ""
     call.setup = [*d.lines, *_SETUP.split("\n")]
-    call.line = f"out = {template.replace('{}', text + given)}"
+    call.line = f"out = {template.replace('{}', text + backend_option)}"
     call.check = follow
     return call
 
@@ -108,7 +108,7 @@ def follow(call, space):
     names = ("w", "packed", "bounds", "keep", "temp", "bias", "x", "weight", "wide")
     names += tuple(f"cache.{name}" for name in ("data", "lengths"))
     names += tuple(f"stats.{name}" for name in ("energy", "weighted", "mass", "lengths"))
-    held = {name: eval(name, space).detach().clone() for name in names}
+    before = {name: eval(name, space).detach().clone() for name in names}
     try:
         exec(call.line, space)
     except Exception as error:
@@ -118,7 +118,7 @@ def follow(call, space):
         check(begins, f"{text!r} does not begin with {call.op}:")
         unavailable = type(error) is RuntimeError and ("is unavailable" in text or "takes cuda" in text)
         check(unavailable or type(error) in (TypeError, ValueError, NotImplementedError), text)
-        for name, value in held.items():
+        for name, value in before.items():
             check(same(eval(name, space).detach(), value), f"{name} was written to")
         raise Refused(text) from error
     if _EMPTY in call.line:

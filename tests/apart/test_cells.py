@@ -24,9 +24,9 @@ def test_every_operator_is_timed_beside_its_rivals(tmp_path):
     found = cells.run(wanted, tmp_path / "log.jsonl", 0.0)
     assert list(found) == wanted
     assert len(wanted) == 4 * len(cells.OPERATORS)
-    for cell, least in found.items():
-        assert set(least) == {"ours", "eager"} | ({"sdpa"} if cell.op.startswith("mssa") else set())
-        assert all(0 < value < 1 for value in least.values())
+    for cell, fastest in found.items():
+        assert set(fastest) == {"ours", "eager"} | ({"sdpa"} if cell.op.startswith("mssa") else set())
+        assert all(0 < value < 1 for value in fastest.values())
 
 
 def test_a_second_run_goes_on_where_the_first_was_stopped(tmp_path, monkeypatch):

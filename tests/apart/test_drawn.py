@@ -187,9 +187,9 @@ def test_every_class_is_drawn(operator):
     counts = dict.fromkeys(CLASSES[operator], 0)
     for seed in itertools.islice(seeds_of(operator), CALLS):
         call = draw(seed, "cpp")
-        given = tensors(call)
+        inputs = tensors(call)
         for name, holds in CLASSES[operator].items():
-            counts[name] += any(holds(call, t) for t in given)
+            counts[name] += any(holds(call, t) for t in inputs)
     assert not {name: count for name, count in counts.items() if count < 2}, counts
 
 

@@ -108,15 +108,15 @@ class ToleranceChecker:
             return  # float32 overflows in between: nothing is promised
         check(math.isfinite(wrong), f"{label}{name} is not finite where float64 is")
         largest = truth[where].abs().max().item() if where.any() else 0.0
-        least = self._negligible(value.dtype) + (self._unresolved() if name.startswith("d") else 0.0)
+        smallest = self._negligible(value.dtype) + (self._unresolved() if name.startswith("d") else 0.0)
         factor += self._double  # the float64 equations round as much as the call
-        tolerance = factor * (usual + self._eps * largest + least)
+        tolerance = factor * (usual + self._eps * largest + smallest)
         if wrong > tolerance:
             self.close = True
             jump = self._jump(name, truth, where)
             for turn in range(1, NEIGHBOURS + 1):
                 usual = max(usual, self._eager_error(name, where, turn) or 0.0, self._moved(name, where, turn))
-                tolerance = factor * (usual + self._eps * largest + least) + jump
+                tolerance = factor * (usual + self._eps * largest + smallest) + jump
                 if wrong <= tolerance:
                     break
         share = wrong / tolerance if tolerance else math.inf if wrong else 0.0
@@ -130,19 +130,19 @@ class ToleranceChecker:
         Where one weight is all of its row, that rounding is all there is of it in float64; a kernel can be nearer.
         Biases of _MASKS and beyond leave nothing to cancel.
         """
-        tallest, given, width = 1.0, 0.0, 1
+        tallest, largest_upstream, width = 1.0, 0.0, 1
         for name, value in self._tensors.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
                 height = value.double().abs()
                 height = height.where(height < _MASKS, 0.0).max().item()  # NaN is not less, either
                 upstream = name in ("dout", "dlse", "dmembership")
-                given = max(given, height) if upstream else given
+                largest_upstream = max(largest_upstream, height) if upstream else largest_upstream
                 tallest *= 1.0 if upstream else max(height, 1.0)
                 width = max(width, value.shape[-1]) if value.ndim else width
-        return torch.finfo(torch.float64).eps * given * tallest * width
+        return torch.finfo(torch.float64).eps * largest_upstream * tallest * width
 
     def _negligible(self, dtype):
-        """Return what is as good as 0: what processors may flush, and in float16 the least number."""
+        """Return what is as good as 0: what processors may flush, and in float16 the smallest number."""
         limits = torch.finfo(dtype)
         return limits.smallest_normal * (limits.eps if dtype == torch.float16 else 1.0)
 

@@ -89,9 +89,9 @@ def precise(d, dtype):
     return "float32" if dtype in HALF and d.chance(0.7) else dtype
 
 
-def long(d, most):
-    """Return the shape of a sequence of up to ``most`` tokens, so long that sums over them lose digits."""
-    return 1, d.pick(1, 2, 3), min(d.pick(1000, 1000, 3000, 10_000, 30_000), most), d.pick(1, 4, 16, 20)
+def long(d, longest):
+    """Return the shape of a sequence of up to ``longest`` tokens, so long that sums over them lose digits."""
+    return 1, d.pick(1, 2, 3), min(d.pick(1000, 1000, 3000, 10_000, 30_000), longest), d.pick(1, 4, 16, 20)
 
 
 def temperatures(d, nheads, dtype, what, grad):
@@ -114,10 +114,11 @@ def biases(d, nheads, seqlen, head_dim, dtype, odd, grad):
     sizes_ = d.pick((nheads, longer), (nheads, longer, 1))
     d.put(f"bias = torch.randn({sizes_}, generator=g) * {d.pick(0.01, 0.1, 1.0)}")
     if odd:
-        place, least = d.integer(0, seqlen - 1), torch.finfo(torch.float32 if dtype == "float64" else DTYPES[dtype]).min
+        place = d.integer(0, seqlen - 1)
+        lowest = torch.finfo(torch.float32 if dtype == "float64" else DTYPES[dtype]).min
         d.put(d.pick(  # the first head keeps its logit: a softmax needs one
             "bias[1:] = -math.inf", f"bias[1:2, {place}] = -math.inf", f"bias[1:, {place}] = -math.inf",
-            f"bias[1:2] = {least / 2}", f"bias[1:2, {place}:] = {least / head_dim}", f"bias[1:, {place}] = {least}",
+            f"bias[1:2] = {lowest / 2}", f"bias[1:2, {place}:] = {lowest / head_dim}", f"bias[1:, {place}] = {lowest}",
             f"bias = bias + torch.linspace(0, {d.pick(0.1, 1.0, 10.0)}, {longer}).view{(longer, *sizes_[2:])}",
             "bias[-1] = 1e4", "bias = bias * 1000", "bias = bias * 0", f"bias[:, {seqlen}:] = math.nan",
         ))  # fmt: skip

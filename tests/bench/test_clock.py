@@ -117,11 +117,11 @@ def test_the_stream_is_the_faster_of_copy_and_addition(copy, addition, monkeypat
 
 @pytest.mark.parametrize("op", ["mssa", "tssa"])
 def test_a_decoding_step_fits_its_cache_however_often_it_is_called(op, gpu, monkeypatch):
-    """There is one free place, and a graph goes on writing to the addresses that it was captured with."""
-    room, caches = sys.modules[SPECS[op].decoding.make.__module__], []
-    function = getattr(room, op)
+    """There is one free place, and a graph keeps writing to the addresses that it was captured with."""
+    module, caches = sys.modules[SPECS[op].decoding.make.__module__], []
+    function = getattr(module, op)
     monkeypatch.setattr(
-        room, op, lambda *args, cache, **options: caches.append(cache) or function(*args, cache=cache, **options)
+        module, op, lambda *args, cache, **options: caches.append(cache) or function(*args, cache=cache, **options)
     )
     step = decoding.TimedStep(op, (2, 3, 20, 16), ("cuda",))
     call, rewind = SPECS[op].decoding.make(step, "composite", *decoding._draw(step, torch.float32, CPU))

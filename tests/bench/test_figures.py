@@ -12,8 +12,8 @@ MACHINE = {"device": "a CPU", "gpu": False, "product_flops": {"fp32": 2e11, "bf1
 
 
 def row(provider, seconds, shape=(1, 2, 128, 64), bench="mssa", direction="both", dtype="fp32", op="mssa", **kwargs):
-    given = {"flops": 3e9, "bytes": 1e7, "seconds": [seconds] if seconds else [], "shape": list(shape)}
-    return BenchRow(bench, op, f"n{shape[2]}", dtype, direction, provider, **(given | kwargs))
+    options = {"flops": 3e9, "bytes": 1e7, "seconds": [seconds] if seconds else [], "shape": list(shape)}
+    return BenchRow(bench, op, f"n{shape[2]}", dtype, direction, provider, **(options | kwargs))
 
 
 def swept(provider, seconds, sizes, **kwargs):

@@ -119,14 +119,14 @@ COMPILED = {
 
 @pytest.mark.parametrize(("provider", "options"), COMPILED.items(), ids=COMPILED)
 def test_models_are_compiled_as_their_provider_says(provider, options, monkeypatch):
-    given = []
-    monkeypatch.setattr(torch, "compile", lambda model, dynamic, **more: (given.append(more), model)[1])
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda model, dynamic, **more: (compiled.append(more), model)[1])
     network = networks.Network("crate_lm_base", "tokens", 1, None, seqlen=8)
     monkeypatch.setattr(networks.models, "create", functools.partial(models.create, n_layer=1, n_embd=48, n_head=2))
     row = networks.blank(network, "fp32", "forward", provider)
     model = networks._model(network, provider, torch.float32, CPU)
     networks._call(row, network, model, torch.float32, CPU)()
-    assert given == ([] if options is None else [options])
+    assert compiled == ([] if options is None else [options])
     published = any(isinstance(module, networks._Plain) for module in model.modules())
     assert published == (provider.partition("-")[0] in ("eager", "compile"))
     graphed = networks.unavailable_reason(network, provider, CPU)

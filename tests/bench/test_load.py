@@ -80,7 +80,7 @@ THREADS = {
     "none free": (0.0, 1),
     "half a core": (0.5, 1),
     "one and a half": (1.5, 2),
-    "most": (3.6, 4),
+    "nearly-all": (3.6, 4),
     "all": (4.0, 4),
 }
 

@@ -15,10 +15,10 @@ from tests.bench.test_measuring import CPU, timer
 @pytest.mark.parametrize("network", [each for each in networks.NETWORKS if each.vit], ids=lambda each: each.name)
 def test_a_vit_of_the_same_size_is_timed_beside_a_model(network, monkeypatch):
     def made(**sizes):
-        given.update(sizes)
+        options.update(sizes)
         return torch.nn.Linear(2, 2)
 
-    given = {}
+    options = {}
     timm: Any = ModuleType("timm.models.vision_transformer")
     timm.VisionTransformer = made
     monkeypatch.setitem(sys.modules, "timm.models.vision_transformer", timm)
@@ -29,8 +29,8 @@ def test_a_vit_of_the_same_size_is_timed_beside_a_model(network, monkeypatch):
         next(getattr(config, name) for name in names if hasattr(config, name))
         for names in (("dim", "embed_dim"), ("depth",), ("heads", "num_heads"))
     ]
-    assert list(given.values()) == list(network.vit) == ours
-    assert list(given) == ["embed_dim", "depth", "num_heads"]
+    assert list(options.values()) == list(network.vit) == ours
+    assert list(options) == ["embed_dim", "depth", "num_heads"]
     assert next(vit.parameters()).dtype == torch.bfloat16
 
 

@@ -22,9 +22,9 @@ MACHINE = {
 
 
 def row(provider, seconds, tokens=128, bench="mssa", sweep="", **kwargs):
-    given = {"layer": "a layer", "shape": [1, 2, tokens, 64], "flops": 1e9, "bytes": 1e6, "peak_bytes": tokens**2}
+    options = {"layer": "a layer", "shape": [1, 2, tokens, 64], "flops": 1e9, "bytes": 1e6, "peak_bytes": tokens**2}
     return BenchRow(
-        bench, "mssa", f"n{tokens}", "fp32", "both", provider, sweep=sweep, seconds=seconds, **given | kwargs
+        bench, "mssa", f"n{tokens}", "fp32", "both", provider, sweep=sweep, seconds=seconds, **options | kwargs
     )
 
 
@@ -115,15 +115,15 @@ def test_series_of_a_sweep(results):
 
 
 @pytest.mark.parametrize(
-    ("factor", "least", "moved"),
+    ("factor", "min_change", "moved"),
     [(1.0, 0.05, False), (1.03, 0.05, False), (1.3, 0.05, True), (0.7, 0.05, True), (1.3, 0.5, False)],
 )
-def test_change_beyond_noise(results, factor, least, moved):
+def test_change_beyond_noise(results, factor, min_change, moved):
     later = Results(dict(MACHINE), [row("cpp", drawn(factor * 1e-3)), row("triton", drawn(1.0))])
     (change,) = bench_verb.changes(results, later)
     assert change.ratio == pytest.approx(factor)
     assert change.low <= change.ratio <= change.high
-    assert change.moved(least) == moved
+    assert change.moved(min_change) == moved
     assert bench_verb.missing(results, later)[1] == [later.rows[1].key]
 
 
@@ -137,8 +137,8 @@ def test_wide_samples_are_no_change(results):
 def test_compare_prints_what_moved(results, tmp_path, capsys):
     later = Results(dict(MACHINE), [row("cpp", drawn(2e-3)), row("eager", drawn(4e-3))])
     paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
-    for path, given in zip(paths, (results, later), strict=True):
-        rows.write(tmp_path / path, given)
+    for path, content in zip(paths, (results, later), strict=True):
+        rows.write(tmp_path / path, content)
     assert main(["bench", "compare", *paths]) == 0
     printed = capsys.readouterr().out
     assert "1 of 2 rows moved" in printed
@@ -376,7 +376,7 @@ def test_compare_lists_the_slower_rows_first_and_heeds_its_least(results, tmp_pa
         "2 of 2 rows moved by more than 5%",
         "8 rows only in the first, scaling/seqlen/mssa/n1024/fp32/both/cpp for one",
     ]
-    assert main(["bench", "compare", *paths[::-1], "--least", "2"]) == 0
+    assert main(["bench", "compare", *paths[::-1], "--min-change", "2"]) == 0
     printed = capsys.readouterr().out
     assert "1 of 2 rows moved by more than 200%" in printed
     assert "8 rows only in the second" in printed

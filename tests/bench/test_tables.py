@@ -59,7 +59,7 @@ def machine(gpu):
 
 
 def rendered(name, folder, monkeypatch, gpu, found):
-    """Render a table from invented results, which are in a folder of their own."""
+    """Render a table from invented results, which are in a separate folder."""
     device = "nvidia-none" if gpu else tables.CPUS["zen5"]
     rows.write(folder / "benchmarks" / "results" / device / "results.json", rows.Results(machine(gpu), found))
     monkeypatch.setattr(tables, "ROOT", folder)

@@ -279,7 +279,7 @@ REFUSED = {
     "bench --backend nope": "crate_kernels bench: error: argument --backend: invalid choice: 'nope' (choose from",
     "bench --nope 1": "crate_kernels bench: error: an option must be one of --help, --quick, --full, --op, --backend,",
     "bench --output compare --nope": "crate_kernels bench: error: an option must be one of --help, --quick, --full,",
-    "bench compare a b --nope=1": "crate_kernels bench compare: error: an option must be one of --help, --least, got",
+    "bench compare a b --nope=1": "crate_kernels bench compare: error: an option must be one of --help, --min-change,",
     "tune --backend nope": "crate_kernels tune: error: an option must be one of --help, --op, --candidates,",
     "demo --dtype nope": "crate_kernels demo: error: an option must be one of --help, --output, --quick, --fresh,",
     "--nope": "crate_kernels: error: an option must be one of --help, --version, got --nope",

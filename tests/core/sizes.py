@@ -70,8 +70,8 @@ def _options():
 
 def _fields(one):
     """Return what a case or a config says, without the names of classes."""
-    given = {name: _fields(value) if is_dataclass(value) else value for name, value in vars(one).items()}
-    return " ".join(f"{name}={value}" for name, value in given.items() if value not in ("", (), {}, None))
+    fields = {name: _fields(value) if is_dataclass(value) else value for name, value in vars(one).items()}
+    return " ".join(f"{name}={value}" for name, value in fields.items() if value not in ("", (), {}, None))
 
 
 def _timed(one):

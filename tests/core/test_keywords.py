@@ -39,8 +39,8 @@ CALLS = {
 
 @pytest.mark.parametrize(("call", "name", "meant"), CALLS.values(), ids=CALLS)
 def test_the_name_that_was_meant(call, name, meant):
-    given = inspect.signature(call).parameters.values()
-    required = [torch.ones(2) if inspect.isfunction(call) else 1 for each in given if each.default is each.empty]
+    parameters = inspect.signature(call).parameters.values()
+    required = [torch.ones(2) if inspect.isfunction(call) else 1 for each in parameters if each.default is each.empty]
     with pytest.raises(TypeError) as caught:
         call(*required, **{name: 1})
     owner = call.__name__ if inspect.isfunction(call) else f"{call.__name__}.__init__"
@@ -74,20 +74,22 @@ def members(package):
 PUBLIC = {name: each for package in PACKAGES for name, each in members(package).items()}
 MODULES = {each.__name__: each for each in (getattr(nn, name) for name in nn.__all__)}
 MODULES |= {family.Model.__name__: family.Model for family in models._FAMILIES}
-OPEN = {"create", "from_pretrained"}  # take fields of a config, which have tests of their own
-TOLD = {
+OPEN = {"create", "from_pretrained"}  # take fields of a config, which have other tests
+CALLABLES = {
     **{name: each for name, each in PUBLIC.items() if each not in FUNCTIONS.values() and each.__name__ not in OPEN},
     **{f"{name}.forward": each.forward for name, each in MODULES.items()},
     **{family.Config.__name__: family.Config for family in models._FAMILIES},
 }
 
 
-@pytest.mark.parametrize("call", TOLD.values(), ids=TOLD)
+@pytest.mark.parametrize("call", CALLABLES.values(), ids=CALLABLES)
 def test_every_public_callable_says_what_was_meant(call):
-    given = inspect.signature(call).parameters
-    required = [None for each in given.values() if each.default is each.empty and each.kind is not each.KEYWORD_ONLY]
-    for name in given:
-        if name != "self" and f"{name}s" not in given:
+    parameters = inspect.signature(call).parameters
+    required = [
+        None for each in parameters.values() if each.default is each.empty and each.kind is not each.KEYWORD_ONLY
+    ]
+    for name in parameters:
+        if name != "self" and f"{name}s" not in parameters:
             with pytest.raises(TypeError, match=rf"unexpected keyword argument '{name}s'; did you mean {name}\?$"):
                 call(*required, **{f"{name}s": 1})
 

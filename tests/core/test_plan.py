@@ -264,7 +264,7 @@ def test_scratch_memory_is_one_allocation_and_aligned():
     with drivers.driving(run):
         a = torch.randn(4, 4)
         words = recorded(body, a)
-        assert words[0] == 1, "the result alone is a tensor of its own"
+        assert words[0] == 1, "the result alone is a separate tensor"
         ops().plan_store([a], NUMBER, words)
         ops().plan_1_1(a, NUMBER)
     first, second = addresses

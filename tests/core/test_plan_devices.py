@@ -83,7 +83,7 @@ def test_a_context_that_is_current_stays(machine):
 
 
 def test_every_run_asks_for_the_stream_that_is_current_then(machine):
-    """As under a graph's capture, which makes a stream of its own the current one: a plan holds none."""
+    """As under a graph's capture, which makes another stream the current one: a plan holds none."""
     store(1)
     for stream in (0x21, 0x22, 0x21):
         machine.streams[1] = stream

@@ -18,7 +18,7 @@ from tests.cuda import compilers, report
 
 RECORDED = Path(__file__).with_suffix(".json")
 CAPABILITIES = (75, 80, 90)
-# Of a multiprocessor of sm_90; a block takes so many bytes of shared memory beside its own.
+# Of a multiprocessor of sm_90; a block takes so many bytes of shared memory beside what it asks for.
 REGISTERS, THREADS, BLOCKS, SHARED, RESERVED = 65536, 2048, 32, 233472, 1024
 PLANNED = tuple(op for op in backends.OPS if backends._is_there(f"crate_kernels.ops.{op}.cuda"))
 

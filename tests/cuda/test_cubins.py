@@ -93,7 +93,7 @@ def test_what_decides_the_binary_decides_the_file(what, cache, compiler, monkeyp
     assert compiler.count() == 2
 
 
-SPOILT = {
+CORRUPTIONS = {
     "empty": lambda content: b"",
     "short": lambda content: content[:-1],
     "long": lambda content: content + b"\0",
@@ -106,8 +106,8 @@ SPOILT = {
 }
 
 
-@pytest.mark.parametrize("corrupt", SPOILT.values(), ids=SPOILT)
-def test_a_spoilt_file_is_compiled_again(corrupt, cache, compiler):
+@pytest.mark.parametrize("corrupt", CORRUPTIONS.values(), ids=CORRUPTIONS)
+def test_a_corrupt_file_is_compiled_again(corrupt, cache, compiler):
     expected = compiled(compiler)
     (path,) = cache.iterdir()
     path.write_bytes(corrupt(path.read_bytes()))

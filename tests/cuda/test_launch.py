@@ -1,4 +1,4 @@
-"""Launches by name: compiled and loaded once, held to the kernel's parameters, and repeated by plans."""
+"""Launches by name: compiled and loaded once, checked against the kernel's parameters, repeated by plans."""
 
 import contextlib
 import ctypes

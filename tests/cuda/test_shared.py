@@ -74,7 +74,7 @@ def sequences_on_chip():
             sizes = f"TssaSizes<bf16, {of_cluster}, {config['TOGETHER']}>"
             for seqlen in (1, 197, 784):
                 share = -(-seqlen // (config["CLUSTER"] * config["TOGETHER"]))
-                scratch = f"most(min({share}, {sizes}::kSlice) * {sizes}::kRow, {sizes}::kGroups * {sizes}::kSums)"
+                scratch = f"larger(min({share}, {sizes}::kSlice) * {sizes}::kRow, {sizes}::kGroups * {sizes}::kSums)"
                 for backward, side in SIDES.items():
                     layout = f"TssaPersistentShared<{sizes}, {side}>({share}).scratch"
                     found = persistent.shared_bytes(nheads, head_dim, seqlen, backward, config)
@@ -89,7 +89,7 @@ def steps_on_chip():
             sizes = f"TssaSizes<bf16, {persistent.sizes(nheads, head_dim, False, config)}>"
             chunk = f"({config['TOKENS']} * {sizes}::kGroups)"
             of_vectors, of_groups = f"{chunk} * {sizes}::kRow", f"{sizes}::kGroups * {sizes}::kSums"
-            forward = f"TssaWalkingShared<{sizes}>({chunk}).scratch + most({of_vectors}, {of_groups})"
+            forward = f"TssaWalkingShared<{sizes}>({chunk}).scratch + larger({of_vectors}, {of_groups})"
             backward = f"TssaWalkingBackShared<{sizes}>({chunk}).rows + {of_vectors}"
             yield f"4 * ({forward})", walking.shared_bytes(nheads, head_dim, False, config)
             yield f"4 * ({backward})", walking.shared_bytes(nheads, head_dim, True, config)
@@ -122,7 +122,7 @@ PROGRAM = """
 #include <cstdio>
 using namespace crate_kernels;
 using namespace crate_kernels::mssa;
-long most(long a, long b) { return a > b ? a : b; }
+long larger(long a, long b) { return a > b ? a : b; }
 TssaProblem problem(int dtype, int nheads, int head_dim, int chunk_size) {
   TssaProblem p = {};
   p.dtype = static_cast<Dtype>(dtype), p.nheads = nheads, p.head_dim = head_dim, p.width = nheads * head_dim;

@@ -23,7 +23,7 @@ def through(function, tensors, placements, expected_placement, sends=False, **op
     def run(group):
         mesh = init_device_mesh("cpu", (dist.get_world_size(group),))
         leaves = [t.clone().requires_grad_() for t in tensors]
-        given = [
+        inputs = [
             distribute_tensor(t.clone(), mesh, [place]).requires_grad_()
             for t, place in zip(tensors, placements, strict=True)
         ]
@@ -32,7 +32,7 @@ def through(function, tensors, placements, expected_placement, sends=False, **op
             for name, value in options.items()
         }
         with CommDebugMode() as sent:
-            out = function(*given, **rest)
+            out = function(*inputs, **rest)
         assert (sent.get_total_counts() > 0) is sends
         expected = function(*leaves, **options)
         outputs, wanted = (x if isinstance(x, tuple) else (x,) for x in (out, expected))
@@ -41,7 +41,7 @@ def through(function, tensors, placements, expected_placement, sends=False, **op
             same(ours.full_tensor(), theirs)
         sum(o.square().sum() for o in outputs).backward()
         sum(o.square().sum() for o in wanted).backward()
-        for ours, theirs in zip(given, leaves, strict=True):
+        for ours, theirs in zip(inputs, leaves, strict=True):
             same(ours.grad.full_tensor(), theirs.grad)
 
     return run

@@ -100,7 +100,7 @@ def ddp_tensor(model, family, policy):
     return model, both["replica"].get_local_rank(), 2
 
 
-def given(family, dtype):
+def inputs_of(family, dtype):
     return [None if x is None else x.chunk(BATCH) for x in families.inputs(family, batch=BATCH, dtype=dtype)]
 
 
@@ -116,7 +116,7 @@ def loss(model, family, parts, group, groups):
 def exact(family, cut, **changes):
     def run(group):
         expected = families.drawn(families.build(family, **HEADS.get(family, {}), **changes).double()).eval()
-        parts = given(family, torch.float64)
+        parts = inputs_of(family, torch.float64)
         model, index, groups = cut(copy.deepcopy(expected), family, MixedPrecisionPolicy())
         for _ in range(2):  # gradients of two calls are added up
             actual, wanted = loss(model, family, parts, index, groups), loss(expected, family, parts, 0, 1)
@@ -138,7 +138,7 @@ def half(family, cut, **changes):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model, index, groups = cut(copy.deepcopy(start).float(), family, policy)
         exact, eager = copy.deepcopy(start).double(), copy.deepcopy(start)
-        parts = given(family, torch.bfloat16)
+        parts = inputs_of(family, torch.bfloat16)
         for each, dtype, place in (
             (model, torch.float32, (index, groups)),
             (exact, torch.float64, (0, 1)),

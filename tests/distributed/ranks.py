@@ -96,5 +96,5 @@ def chosen(request):
     return [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
 
 
-def told(failures, name):
+def report(failures, name):
     return "\n".join(f"process {rank}:\n{failed[name]}" for rank, failed in enumerate(failures) if name in failed)

@@ -68,7 +68,7 @@ def two_lengths(family, **options):
 
 
 def module(make, **options):
-    """A module on its own takes and returns this rank's tokens; padding, and lengths that it asks for."""
+    """A module alone takes and returns this rank's tokens; padding, and lengths that it asks for."""
 
     def run(group):
         balanced = options.get("balanced", False)
@@ -76,13 +76,13 @@ def module(make, **options):
         model = sequence_parallel(copy.deepcopy(expected), group, **options)
         x, mask = drawn(2, 7, DIM), torch.ones(2, 7, dtype=torch.bool)
         mask[1, 4:] = False
-        given, part = x.clone().requires_grad_(), own(x, group, 1, balanced).requires_grad_()
-        wanted = expected(given, key_padding_mask=mask)
+        whole, part = x.clone().requires_grad_(), own(x, group, 1, balanced).requires_grad_()
+        wanted = expected(whole, key_padding_mask=mask)
         out = model(part, key_padding_mask=own(mask, group, 1, balanced))
         same(out, own(wanted, group, 1, balanced))
         wanted.square().sum().backward()
         out.square().sum().backward()
-        same(part.grad, own(given.grad, group, 1, balanced))
+        same(part.grad, own(whole.grad, group, 1, balanced))
         same_gradients(model, expected)
 
     return run

@@ -66,10 +66,10 @@ def heads_apart(make, plan):
         module = parallelize_module(copy.deepcopy(expected), mesh, plan)
         results = []
         for each in (module, expected):
-            given = x.clone().requires_grad_()
-            out = each(given)
+            tokens_in = x.clone().requires_grad_()
+            out = each(tokens_in)
             out.square().sum().backward()
-            results.append((out, given.grad))
+            results.append((out, tokens_in.grad))
         for actual, wanted in zip(*results, strict=True):
             assert_close(actual, wanted, rtol=1e-12, atol=1e-13)
         same_gradients(module, expected)
@@ -112,9 +112,9 @@ def in_distributed_data_parallel(mesh):
     x = tokens(batch=4)
     for undo in (False, True):
         assert not undo or unpatch(model) == tuple(report.replaced)
-        for each, given in ((expected, x), (model, x.chunk(2)[mesh.get_rank()])):
+        for each, tokens_in in ((expected, x), (model, x.chunk(2)[mesh.get_rank()])):
             each.zero_grad()
-            each(given).square().mean().backward()
+            each(tokens_in).square().mean().backward()
         same_gradients(model, expected)
 
 
@@ -158,9 +158,9 @@ def generating(family, **changes):
         expected = drawn(build(family, **changes).double())
         model = tensor_parallel(copy.deepcopy(expected), mesh)
         prompts = inputs(family)[0][:, :3]
-        for given in (prompts, [prompts[0], prompts[1, :1]]):
+        for tokens_in in (prompts, [prompts[0], prompts[1, :1]]):
             options = {"max_new_tokens": 4, "temperature": 0}
-            assert_close(model.generate(given, **options), expected.generate(given, **options), rtol=0, atol=0)
+            assert_close(model.generate(tokens_in, **options), expected.generate(tokens_in, **options), rtol=0, atol=0)
         whole_heads = sharded(copy.deepcopy(expected), family, mesh).new_caches(2, 5)
         assert [c.data.shape for c in whole_heads] == [c.data.shape for c in expected.new_caches(2, 5)]
 
@@ -223,9 +223,9 @@ def a_model_by_blocks(family, **changes):
     def run(mesh):
         expected = drawn(build(family, **changes).double()).eval()
         model = sharded(copy.deepcopy(expected), family, mesh)
-        given = inputs(family, batch=4, dtype=torch.float64)
-        half = [t if t is None else t.chunk(2)[mesh.get_rank()] for t in given]
-        out, wanted = output(family, model(*half)), output(family, expected(*given))
+        tensors = inputs(family, batch=4, dtype=torch.float64)
+        half = [t if t is None else t.chunk(2)[mesh.get_rank()] for t in tensors]
+        out, wanted = output(family, model(*half)), output(family, expected(*tensors))
         assert_close(out, wanted.chunk(2)[mesh.get_rank()], rtol=1e-12, atol=1e-13)
         out.square().mean().backward()
         wanted.square().mean().backward()
@@ -263,10 +263,10 @@ def data_parallel(family):
     def run(mesh):
         expected = drawn(build(family).double()).eval()
         model = DistributedDataParallel(copy.deepcopy(expected))
-        given = inputs(family, batch=4, dtype=torch.float64)
-        half = [t if t is None else t.chunk(2)[mesh.get_rank()] for t in given]
+        tensors = inputs(family, batch=4, dtype=torch.float64)
+        half = [t if t is None else t.chunk(2)[mesh.get_rank()] for t in tensors]
         for _ in range(2):
-            for each, batch in ((expected, given), (model, half)):
+            for each, batch in ((expected, tensors), (model, half)):
                 each.zero_grad()
                 output(family, each(*batch)).square().mean().backward()
             same_gradients(model, expected)
@@ -289,11 +289,11 @@ def saving(family):
         expected = drawn(build(family))
         model = sharded(copy.deepcopy(expected), family, mesh)
         with tempfile.TemporaryDirectory() as folder:
-            for given in ({}, {"state_dict": model.state_dict()}):
+            for options in ({}, {"state_dict": model.state_dict()}):
                 with pytest.raises(
                     ValueError, match=r"save_pretrained: weights must be whole, .*get_model_state_dict\("
                 ):
-                    model.save_pretrained(folder, **given)
+                    model.save_pretrained(folder, **options)
             assert not list(Path(folder).iterdir())
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             state = get_model_state_dict(model, options=options)

@@ -17,11 +17,11 @@ from tests.distributed.training_cases import ROOT, figures, loop, options, train
 from tests.models import families
 
 
-def counted(model, *given):
+def counted(model, *inputs):
     """Operations of the reference, which has one product with each dictionary more than the operators."""
     with FlopCounterMode(display=False) as counter:
-        model(*given)
-    tokens = given[0].shape[1]
+        model(*inputs)
+    tokens = inputs[0].shape[1]
     names = [
         name for name, _ in model.named_parameters() if "ista.weight" in name or name.endswith(("1.fn.weight", ".D"))
     ]

@@ -12,5 +12,5 @@ failures = ranks.failures(4, MODULES)
 
 @pytest.mark.parametrize("name", CASES)
 def test_four(name, failures):
-    told = ranks.told(failures, name)
-    assert not told, told
+    report = ranks.report(failures, name)
+    assert not report, report

@@ -1,4 +1,4 @@
-"""The training examples as files, under torchrun: they go on from checkpoints, on other meshes and after a kill."""
+"""The training examples as files, under torchrun: they resume from checkpoints, on other meshes and after a kill."""
 
 import json
 import os
@@ -36,16 +36,16 @@ def start(words):
 
 def finish(running):
     try:
-        told, complaints = running.communicate(timeout=300)
+        output, complaints = running.communicate(timeout=300)
     finally:
         running.kill()
     assert running.returncode == 0, complaints
-    return told
+    return output
 
 
 def train(folder, processes, *args, **options):
-    told = finish(start(command(folder, processes, *args, **options)))
-    return lines(folder), told
+    output = finish(start(command(folder, processes, *args, **options)))
+    return lines(folder), output
 
 
 def lines(folder):
@@ -53,13 +53,13 @@ def lines(folder):
 
 
 @pytest.mark.parametrize("model", ["crate_lm_base", "tost_lm_base"])
-def test_several_processes_go_on_and_learn_as_one(model, tmp_path):
+def test_several_processes_resume_and_learn_as_one(model, tmp_path):
     options = ("--model", model)
     alone, _ = train(tmp_path / "one", 0, "--steps", "4", *options)
     assert [line["step"] for line in alone] == [0, 1, 2, 3]
     train(tmp_path / "two", 2, "--steps", "2", "--sequence", "2", *options)
-    together, told = train(tmp_path / "two", 2, "--steps", "4", "--recompute", "--tensor", "2", *options)
-    assert "resumes after step 2" in told
+    together, output = train(tmp_path / "two", 2, "--steps", "4", "--recompute", "--tensor", "2", *options)
+    assert "resumes after step 2" in output
     for one, two in zip(alone, together, strict=True):
         assert one["loss"] == pytest.approx(two["loss"], rel=1e-10)
         assert one["gradient_norm"] == pytest.approx(two["gradient_norm"], rel=1e-9)
@@ -68,8 +68,8 @@ def test_several_processes_go_on_and_learn_as_one(model, tmp_path):
 def test_meshes_of_three_dimensions(tmp_path):
     options = "--steps", "3"
     alone, _ = train(tmp_path / "one", 0, *options)
-    together, told = train(tmp_path / "eight", 8, "--sequence", "2", "--tensor", "2", *options)
-    assert "{'data': 2, 'sequence': 2, 'tensor': 2}" in told
+    together, output = train(tmp_path / "eight", 8, "--sequence", "2", "--tensor", "2", *options)
+    assert "{'data': 2, 'sequence': 2, 'tensor': 2}" in output
     for name in ("loss", "gradient_norm"):
         assert [line[name] for line in together] == pytest.approx([line[name] for line in alone], rel=1e-11)
 
@@ -85,12 +85,12 @@ def test_a_killed_process_is_started_again_and_nothing_is_lost(tmp_path):
         assert len(workers) == 2
         os.kill(int(workers[1]), signal.SIGKILL)
         before = len(lines(folder))
-        told = finish(running)
+        output = finish(running)
     finally:
         running.kill()
     assert before < 40
-    after = re.search(r"resumes after step (\d+), restart 1", told)
-    assert after is not None, told
+    after = re.search(r"resumes after step (\d+), restart 1", output)
+    assert after is not None, output
     assert 10 <= int(after[1]) <= before
     assert [line["step"] for line in lines(folder)] == list(range(40))
     for name in ("loss", "gradient_norm", "lr"):
@@ -116,11 +116,11 @@ def test_after_a_kill_of_torchrun_one_run_goes_on(tmp_path):
         for worker in workers:
             os.kill(int(worker), signal.SIGCONT)
         first.kill()
-        _, told = train(tmp_path, 2, *options)
+        _, output = train(tmp_path, 2, *options)
     finally:
         first.kill()
         first.communicate()
-    assert "resumes after step" in told
+    assert "resumes after step" in output
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
     assert [line["step"] for line in lines(tmp_path)] == list(range(600))
 
@@ -132,15 +132,15 @@ def test_a_run_that_is_terminated_saves_its_step(processes, tmp_path):
     try:
         until(lambda: (tmp_path / "metrics.jsonl").exists() and len(lines(tmp_path)) >= 3, running)
         running.terminate()
-        told, complaints = running.communicate(timeout=60)
+        output, complaints = running.communicate(timeout=60)
     finally:
         running.kill()
     assert running.returncode == (1 if processes else 143), complaints
-    (step,) = re.findall(r"SIGTERM: step (\d+) is saved", told)
+    (step,) = re.findall(r"SIGTERM: step (\d+) is saved", output)
     assert len(lines(tmp_path)) == int(step)
     assert [path.name for path in tmp_path.glob("step-*")] == [f"step-{step}"]
-    _, told = train(tmp_path, processes, *options, "--steps", str(int(step) + 5))
-    assert f"resumes after step {step}, " in told
+    _, output = train(tmp_path, processes, *options, "--steps", str(int(step) + 5))
+    assert f"resumes after step {step}, " in output
     assert [line["step"] for line in lines(tmp_path)] == list(range(int(step) + 5))
 
 
@@ -187,7 +187,7 @@ def test_the_first_line_of_the_page(tmp_path):
     words = [str(text) if word == "book.txt" else word for word in shlex.split(line, comments=True)]
     words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
     less = "--out", str(tmp_path / "out"), "--steps", "8", "--context", "64", "--batch", "4", "--warmup", "2"
-    told = finish(start([sys.executable, "-m", "torch.distributed.run", "--standalone", *words, *less]))
-    assert "4 processes" in told
+    output = finish(start([sys.executable, "-m", "torch.distributed.run", "--standalone", *words, *less]))
+    assert "4 processes" in output
     assert lines(tmp_path / "out")[-1]["held_out_loss"] < lines(tmp_path / "out")[0]["loss"]
     assert isinstance(models.from_pretrained(tmp_path / "out" / "model"), models.CRATELM)

@@ -11,5 +11,5 @@ failures = ranks.failures(2, MODULES)
 
 @pytest.mark.parametrize("name", CASES)
 def test_two(name, failures):
-    told = ranks.told(failures, name)
-    assert not told, told
+    report = ranks.report(failures, name)
+    assert not report, report

@@ -1,4 +1,4 @@
-"""``traffic`` against the bytes that the collectives were given."""
+"""``traffic`` against the bytes that the collectives sent."""
 
 from contextlib import contextmanager
 from unittest.mock import patch

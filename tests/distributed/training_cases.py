@@ -64,11 +64,11 @@ def expected(example, args):
     for step in range(args.steps):
         for group in optimiser.param_groups:
             group["lr"] = loop.rate(args, step)
-        given, targets = next(drawn)
+        batch, targets = next(drawn)
         if example is train_language:
-            loss = model(given, targets)[1]
+            loss = model(batch, targets)[1]
         else:
-            loss = nn.functional.cross_entropy(model(given.double()), targets)
+            loss = nn.functional.cross_entropy(model(batch.double()), targets)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimiser.step()
@@ -190,10 +190,10 @@ def interrupted(folder, args, call, act):
     args.out = folder
     task, calls = train_language.prepare(args, processes.placed(CPU, args.batch)), itertools.count(1)
 
-    def loss(*given):
+    def loss(*inputs):
         if next(calls) == call and dist.get_rank() == dist.get_world_size() - 1:
             act()
-        return train_language.loss(*given)
+        return train_language.loss(*inputs)
 
     with pytest.raises(SystemExit) as ended:
         loop.run(args, task._replace(loss=loss))
@@ -215,14 +215,14 @@ def stopped(group):
 class limited:
     """A disk on which the process that acts can write files of so many bytes at most."""
 
-    def __init__(self, most):
+    def __init__(self, max_bytes):
         import resource
 
-        self.resource, self.most = resource, most
+        self.resource, self.max_bytes = resource, max_bytes
         self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def act(self):
-        self.resource.setrlimit(self.resource.RLIMIT_FSIZE, (self.most, self.before[1]))
+        self.resource.setrlimit(self.resource.RLIMIT_FSIZE, (self.max_bytes, self.before[1]))
 
     def __enter__(self):
         return self
@@ -232,7 +232,7 @@ class limited:
 
 
 def full(group):
-    """A full disk ends all processes with one line; a smaller --keep makes room before anything is written."""
+    """A full disk ends all processes with one line; a smaller --keep frees space before anything is written."""
     size = dist.get_world_size()
     first = processes.is_first()
     with shared_folder() as folder, limited(30_000) as disk:
@@ -299,9 +299,9 @@ def timed(group):
     now, args = [0.0], options(train_language)
 
     def taking(seconds, function):
-        def slow(*given):
+        def slow(*inputs):
             now[0] += seconds
-            return function(*given)
+            return function(*inputs)
 
         return slow
 

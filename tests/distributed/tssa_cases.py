@@ -78,7 +78,7 @@ def half_precision(group):
 
 
 def of_any_magnitude(group):
-    """Products of tokens and upstream gradients leave fp32's range; gradients are as one process's, within tolerance."""
+    """Products of tokens and upstream gradients leave fp32's range. Gradients are one process's, within tolerance."""
 
     def differentiate(call, w, dout, causal):
         w, temp = w.detach().requires_grad_(), TEMP.to(w.dtype).requires_grad_()
@@ -90,15 +90,17 @@ def of_any_magnitude(group):
     several, failed = partial(distributed.tssa, group=group), []
     for causal in (False, True):
         # The sum of a head's energies is beyond fp32 at last: of running sums eager has nothing finite there.
-        for size, given in MAGNITUDES if causal else (*MAGNITUDES, (4e18, 1e10)):
-            w, dout = (drawn(BATCH, HEADS, 9, HEAD_DIM, seed=seed).float() * by for seed, by in ((0, size), (1, given)))
+        for size, upstream_size in MAGNITUDES if causal else (*MAGNITUDES, (4e18, 1e10)):
+            w, dout = (
+                drawn(BATCH, HEADS, 9, HEAD_DIM, seed=seed).float() * by for seed, by in ((0, size), (1, upstream_size))
+            )
             eager, exact = (differentiate(one, *pair, causal) for pair in ((w, dout), (w.double(), dout.double())))
             actual = differentiate(several, own(w, group), own(dout, group), causal)
             actual["dtemp"] = summed(actual["dtemp"], group)
             for each in (eager, exact):
                 each.update({name: own(each[name], group) for name in ("out", "membership", "dw")})
             over = testing.measure(actual, eager, exact, torch.float32)
-            failed += [(causal, size, given, m) for m in over if not m.passed]
+            failed += [(causal, size, upstream_size, m) for m in over if not m.passed]
     assert failed == []
 
 
@@ -174,9 +176,9 @@ def changed(group):
                 out.sum().backward()
         mask = torch.ones(BATCH, w.shape[2], dtype=torch.bool)
         for corrupted in (mask[:1], mask[:, :1], mask.float()):
-            given = mask.clone()
-            out = distributed.tssa(w, temp, group, key_padding_mask=given, **options)
-            given.data = corrupted
+            upstream_size = mask.clone()
+            out = distributed.tssa(w, temp, group, key_padding_mask=upstream_size, **options)
+            upstream_size.data = corrupted
             with pytest.raises(ValueError, match=refusal):
                 out.sum().backward()
 

@@ -57,8 +57,8 @@ def program(page: Path) -> str:
     return "\n".join(lines)
 
 
-def run(page: Path, given: dict | None = None) -> dict:
+def run(page: Path, names: dict | None = None) -> dict:
     """Execute the page's Python blocks, top to bottom, in one namespace; return it."""
-    namespace = {"__name__": page.stem, **(given or {})}
+    namespace = {"__name__": page.stem, **(names or {})}
     exec(compile(program(page), str(page), "exec"), namespace)
     return namespace

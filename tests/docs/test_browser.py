@@ -55,7 +55,7 @@ def test_pages_fit_and_links_answer(site, browser, width):
     page, problems, links = browser.new_page(viewport={"width": width, "height": 900}), [], set()
     page.route("https://**/*", lambda route: route.fulfill(body=""))  # MathJax stays out: equations are then as written
     page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("console", lambda told: problems.append(told.text) if told.type == "error" else None)
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     for path in sorted(folder.rglob("*.html")):
         name = path.relative_to(folder).as_posix()
         page.goto(address + name, timeout=120_000)

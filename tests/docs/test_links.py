@@ -36,9 +36,9 @@ def test_every_public_name_is_in_the_reference(name):
         assert ("class" if isinstance(thing, type) else "function", name) in directives
 
 
-@pytest.mark.parametrize("room", [models.aot, models.redunet], ids=["aot", "redunet"])
-def test_rooms_of_models_are_in_the_reference(room):
-    assert f".. automodule:: {room.__name__}\n   :members:" in REFERENCE
+@pytest.mark.parametrize("package", [models.aot, models.redunet], ids=["aot", "redunet"])
+def test_packages_of_models_are_in_the_reference(package):
+    assert f".. automodule:: {package.__name__}\n   :members:" in REFERENCE
 
 
 def slugs(page):

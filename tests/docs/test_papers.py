@@ -1,4 +1,4 @@
-"""What is cited: this software by its own version and licence, and each paper once."""
+"""What is cited: this software by its version and licence, and each paper once."""
 
 import re
 

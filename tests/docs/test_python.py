@@ -37,8 +37,8 @@ NEEDS = {  # page -> packages that it is about
     "docs/tutorials/patch.md": (),
 }
 # A page that promises a test says enough for one.
-LEAST_ASSERTED = {"docs/timm.md": 10, "docs/transformers.md": 10, "docs/distributed.md": 1}
-LEAST_ASSERTED |= dict.fromkeys([page for page in NEEDS if "tutorials" in page], 4)
+MIN_ASSERTIONS = {"docs/timm.md": 10, "docs/transformers.md": 10, "docs/distributed.md": 1}
+MIN_ASSERTIONS |= dict.fromkeys([page for page in NEEDS if "tutorials" in page], 4)
 DOCSTRINGS = {"crate_kernels/models/_shared/base.py: save_pretrained"}
 
 
@@ -54,8 +54,8 @@ def test_every_python_block_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with torch.random.fork_rng():
         # "A model you have" is that of the tutorial.
-        given = {"model": theirs()} if page == "README.md" else {}
-        pages.run(pages.ROOT / page, given)
+        names = {"model": theirs()} if page == "README.md" else {}
+        pages.run(pages.ROOT / page, names)
 
 
 def theirs():
@@ -83,10 +83,10 @@ def test_no_block_escapes_by_its_language(page):
     assert len(fences) == 2 * len(pages.blocks(page))
 
 
-@pytest.mark.parametrize(("page", "least"), LEAST_ASSERTED.items())
-def test_pages_assert_what_they_claim(page, least):
+@pytest.mark.parametrize(("page", "minimum"), MIN_ASSERTIONS.items())
+def test_pages_assert_what_they_claim(page, minimum):
     text = pages.program(pages.ROOT / page)
-    assert len(re.findall(r"^(assert |torch\.testing\.assert_close)", text, re.MULTILINE)) >= least
+    assert len(re.findall(r"^(assert |torch\.testing\.assert_close)", text, re.MULTILINE)) >= minimum
 
 
 def is_code(text):

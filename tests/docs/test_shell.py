@@ -1,4 +1,4 @@
-"""Every command that a page shows: its program is here, and its own parser takes the options, without running it."""
+"""Every command that a page shows: its program is here, and its parser takes the options, without running it."""
 
 import argparse
 import ast
@@ -88,7 +88,7 @@ def stop_after_parsing(monkeypatch):
 
 
 def python(words, monkeypatch):
-    """Hold a module or a script to its own parser, which exits if it does not know an option."""
+    """Check an option with the parser of a module or a script, which exits if it does not know an option."""
     if words[:2] == ["-m", "pytest"]:
         return collected(words[2:])
     if words[:2] == ["-m", "pip"]:
@@ -255,7 +255,7 @@ def test_options_in_sentences_exist():
 
 
 def test_an_install_without_isolation_has_what_its_build_requires():
-    """It compiles nothing, in silence, where pip was not told to install ninja first."""
+    """It compiles nothing, in silence, where pip did not install ninja first."""
     shown = list(pages.inline(pages.DOCS / "cpu.md"))
     first = shown.index(f"pip install {shlex.join(sorted(required()))}")
     assert shown[first + 1] == "pip install --no-build-isolation ."

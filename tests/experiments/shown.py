@@ -1,4 +1,4 @@
-"""What a run prints and draws, held to the numbers in its ``metrics.json``."""
+"""What a run prints and draws, compared with the numbers in its ``metrics.json``."""
 
 import math
 import re
@@ -20,7 +20,7 @@ TEXTS = {
     "icl": [
         ["linear regression|examples in context|squared error / variance of the answers|least squares|AoT-MSSA|AoT-MHSA"
          "|transformer",
-         "sparse regression|examples in context||least squares|least squares, told which weights count|AoT-MSSA"
+         "sparse regression|examples in context||least squares|least squares on the weights that count|AoT-MSSA"
          "|AoT-MHSA|transformer"],
         ["linear regression|step|training loss|AoT-MSSA|AoT-MHSA|transformer",
          "sparse regression|step|training loss|AoT-MSSA|AoT-MHSA|transformer"],

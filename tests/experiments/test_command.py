@@ -32,7 +32,7 @@ PRESETS = {"default": Size(9), "quick": Size(1), "paper": Size(99)}
 
 @pytest.fixture
 def fake(monkeypatch, tmp_path):
-    """Run a verb whose job is given; return the exit status."""
+    """Run a subcommand with this job; return the exit status."""
 
     def run(job, *options, presets=("default", "quick", "paper"), **fields):
         name = "crate_kernels.experiments.fake"

@@ -1,4 +1,4 @@
-"""A step of several batches is the step of all of them at once; a training that goes on is the one that was stopped."""
+"""A step of several batches is the step of all of them at once; a resumed training is the one that was stopped."""
 
 import os
 import signal
@@ -132,10 +132,10 @@ def test_every():
     assert (every(2, 5), every(2, 4), every(9, 5), every(1, 2)) == ({2, 4, 5}, {2, 4}, {5}, {1, 2})
 
 
-@pytest.mark.parametrize(("most", "decaying"), [(float("inf"), {2, 3, 4}), (2, {2})])
-def test_what_decays(most, decaying):
+@pytest.mark.parametrize(("max_dim", "decaying"), [(float("inf"), {2, 3, 4}), (2, {2})])
+def test_what_decays(max_dim, decaying):
     model = nn.ParameterList(torch.zeros([1] * dim) for dim in range(5))
-    groups = decayed(model, 0.25, most)
+    groups = decayed(model, 0.25, max_dim)
     assert [group["weight_decay"] for group in groups] == [0.25, 0.0]
     assert [{p.dim() for p in group["params"]} for group in groups] == [decaying, set(range(5)) - decaying]
 

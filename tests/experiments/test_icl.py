@@ -73,9 +73,9 @@ def test_least_squares_is_exact_from_as_many_examples_as_unknowns():
     assert errors[0] == pytest.approx(ys[:, 0].double().square().mean().item() / 2)
     assert max(errors[4:]) < 1e-6
     assert errors[2] > 0.05
-    told = prompts.errors(prompts.knowing_the_support(xs, ys, weights), ys, 2.0)
-    assert max(told[2:]) < 1e-6
-    assert told[1] > 0.05
+    informed = prompts.errors(prompts.knowing_the_support(xs, ys, weights), ys, 2.0)
+    assert max(informed[2:]) < 1e-6
+    assert informed[1] > 0.05
 
 
 def test_a_guess_of_zero_has_error_one(run, undrawn, metrics, monkeypatch):

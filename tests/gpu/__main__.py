@@ -33,7 +33,7 @@ from crate_kernels._native import extension
 extension.PATH or cli.main(["build"])
 """
 RESERVE = 45.0  # seconds at the end for what is running, and for the summary
-LEAST = 10.0  # seconds worth starting a part for
+MIN_SECONDS = 10.0  # seconds worth starting a part for
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Part:
 
     Attributes:
         name: of its module, ``tests.gpu.<name>``.
-        minutes: the most that it gets before the parts after it; what is left in the end is shared in order.
+        minutes: the maximum that it gets before the parts after it; what is left at the end is shared in order.
     """
 
     name: str
@@ -88,7 +88,7 @@ class State:
 def parse(argv):
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--minutes", type=float, default=13.0, help="of this call; 13 by default")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results; go on from what is in it")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results; resumes from what is in it")
     parser.add_argument(
         "--workers", type=int, default=0, help="processes side by side; two fewer than cores by default"
     )
@@ -122,7 +122,7 @@ def turns(state, deadline, run, ready=lambda: None, parts=PARTS):
             if part is not PARTS[0]:
                 ready()
             seconds = min(state.left(part, everything), deadline - time.monotonic())
-            if seconds < LEAST:
+            if seconds < MIN_SECONDS:
                 continue
             start = time.monotonic()
             status = run(part, seconds)
@@ -168,7 +168,7 @@ def run_all(args, deadline):
     def run(part, seconds):
         print(f"gpu: {part.name}: {seconds / 60:.1f} minutes at most", flush=True)
         stop_at = time.monotonic() + seconds
-        # A part ends its own processes before it is ended.
+        # A part ends its processes before it is ended.
         return processes.side_by_side(
             [lambda left: command(part, args, left)], stop_at, start, grace=2 * processes.GRACE
         )

@@ -39,7 +39,7 @@ using Power = Arithmetic<CHAINS, true>;
 template <int CHAINS>
 using Fma = Arithmetic<CHAINS, false>;
 
-// Products of a warp group with N columns, into CHAINS sums in turn; A from registers if RS.
+// Products of a warp group with N columns, into CHAINS interleaved sums; A from registers if RS.
 template <int N, int CHAINS, bool RS>
 struct Product {
   float d[CHAINS][N / 2];
@@ -73,7 +73,7 @@ struct Product {
   }
 };
 
-// Four matrices of a warp from shared memory. Each load has registers of its own: none waits for another.
+// Four matrices of a warp from shared memory. Each load has separate registers: none waits for another.
 struct Load {
   uint32_t address, r[kMany][4] = {};
 

@@ -15,7 +15,7 @@ BACKENDS = [pytest.param("triton")] if DRY else [pytest.param("triton"), pytest.
 
 @pytest.fixture(params=BACKENDS)
 def backend(request):
-    """Return each backend that is a kernel on this device, in turn."""
+    """Return each backend that is a kernel on this device."""
     op = request.path.parent.name
     reason = backends.unavailable_reason(op, request.param, torch.device(DEVICE))
     if reason is not None:

@@ -22,7 +22,7 @@ from tests.tools.plans import host
 SHAPE = (2, 12, 197, 64)  # batch, nheads, seqlen, head_dim
 CALLS, ROUNDS = 40, 15
 DRY = ("sdpa", "ista")  # of a dry run
-MOST = 12  # functions of the profile that are told
+TOP = 12  # functions of the profile that are listed
 
 
 def microseconds(call, device, count):
@@ -44,7 +44,7 @@ def profile(call, count):
         call()
     profiler.disable()
     rows = sorted(pstats.Stats(profiler).stats.items(), key=lambda row: -row[1][2])  # pyright: ignore
-    return [[f"{Path(f).name}:{n} {name}", round(1e6 * row[2] / count, 2)] for (f, n, name), row in rows[:MOST]]
+    return [[f"{Path(f).name}:{n} {name}", round(1e6 * row[2] / count, 2)] for (f, n, name), row in rows[:TOP]]
 
 
 def run(path, deadline, dry_run):

@@ -1,8 +1,8 @@
 """What sm_90a computes and how fast: ``python -m tests.gpu.probes --out FOLDER --seconds S``.
 
 Items: bits of products of warp groups in every layout, of matrix loads and stores, bulk copies, adds and conversions,
-held to the CPU; the clocks of an instruction, by the multiprocessor's clock; and the rate of ``red.v4``, which adds
-four numbers in global memory, beside plain stores. Other GPUs have none of it.
+compared with the CPU; the clocks of an instruction, by the multiprocessor's clock; and the rate of ``red.v4``, which
+adds four numbers in global memory, beside plain stores. Other GPUs have none of it.
 """
 
 import statistics
@@ -72,8 +72,8 @@ def multiply(a, b, swizzle, form, unused, device):
     """Return a b^T by products of a warp group."""
     out = torch.full((64, len(b)), torch.nan, device=device)
     name = f"product_kernel<{records.CPP_TYPES[a.dtype]}, {len(b)}>"
-    given = (a.to(device), b.to(device), out, *(c_int(number) for number in (swizzle, form, unused)))
-    run(name, Shape(1, 128, (64 + len(b)) * 128), *given)
+    inputs = (a.to(device), b.to(device), out, *(c_int(number) for number in (swizzle, form, unused)))
+    run(name, Shape(1, 128, (64 + len(b)) * 128), *inputs)
     return out
 
 
@@ -95,20 +95,20 @@ def guard_bits(device):
 
 
 def matrices(device):
-    """Hold the registers of a matrix load, and what both stores make of them, to the places that PTX gives them."""
-    given = torch.arange(256, dtype=torch.int16).view(4, 8, 8)
+    """Compare the registers of a matrix load, and what both stores make of them, with the places in PTX's manual."""
+    values = torch.arange(256, dtype=torch.int16).view(4, 8, 8)
     out = torch.zeros(3, 256, dtype=torch.int16, device=device)
-    run("matrices_kernel", Shape(1, 32, 3 * 512), given.to(device), out)
-    loaded = given.view(4, 32, 2).transpose(0, 1)  # lane, matrix, pair
-    return same(out, torch.stack([x.reshape(256) for x in (loaded, given, given.transpose(1, 2))]))
+    run("matrices_kernel", Shape(1, 32, 3 * 512), values.to(device), out)
+    loaded = values.view(4, 32, 2).transpose(0, 1)  # lane, matrix, pair
+    return same(out, torch.stack([x.reshape(256) for x in (loaded, values, values.transpose(1, 2))]))
 
 
 def copies(device):
-    """Hold bulk copies in two phases, a bulk sum and sums of four numbers to whole numbers."""
-    given, sums = torch.arange(128.0), torch.arange(132.0)
-    expected = sums + torch.cat([given, torch.tensor([32.0, 496.0, -496.0, 16.0])])
+    """Compare bulk copies in two phases, a bulk sum and sums of four numbers with whole numbers."""
+    values, sums = torch.arange(128.0), torch.arange(132.0)
+    expected = sums + torch.cat([values, torch.tensor([32.0, 496.0, -496.0, 16.0])])
     sums = sums.to(device)
-    run("copies_kernel", Shape(1, 32, 528), given.to(device), sums)
+    run("copies_kernel", Shape(1, 32, 528), values.to(device), sums)
     return same(sums, expected)
 
 

@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # of tests cannot be imported. 1 is that of an exception, or of an item that hangs.
 DONE, INCOMPLETE, FAILED, BROKEN = 0, 3, 4, 5
 MOST_STARTS = 12  # of one process
-GRACE = 15.0  # seconds after the deadline; what is told of the deadline ends by itself before
+GRACE = 15.0  # seconds after the deadline; what knows the deadline ends before
 
 
 def parser(description):
-    """Return the parser of a part of the run, with what every part is told."""
+    """Return the parser of a part of the run, with the options of every part."""
     found = argparse.ArgumentParser(description=description)
     found.add_argument("--out", type=Path, required=True)
     found.add_argument("--seconds", type=float, required=True, help="beyond them, nothing is begun")
@@ -35,7 +35,7 @@ def worst(statuses):
 
 
 def start(arguments, environment=None, apart=False):
-    """Start this Python, which ends with this process; ``apart`` in a group of its own, as ``end`` takes it."""
+    """Start this Python, which ends with this process; ``apart`` in a separate group, as ``end`` takes it."""
     return subprocess.Popen(
         bound.command(*arguments), cwd=ROOT, env={**os.environ, **(environment or {})}, start_new_session=apart
     )

@@ -82,7 +82,7 @@ def describe():
 
 
 def check(case, backend, dtype, device):
-    """Hold one call to the error tolerance, of a backend or of what None takes; return its worst share of it."""
+    """Compare one call with the error tolerance, by a backend or by None's choice; return its worst share of it."""
     if backend is not None:
         reason = backends.unavailable_reason(testing.SPECS[case.op].package, backend, torch.device(device))
         reason = reason or testing.excluded(case, backend, dtype, device)
@@ -102,7 +102,7 @@ def check(case, backend, dtype, device):
 
 
 def hopper(kind, direction, case, dtype):
-    """Hold a kernel of sm_90a, which nothing chooses by default, to the error tolerance; return the share of it."""
+    """Compare a kernel of sm_90a, which nothing chooses by default, with the error tolerance; return the share."""
     if launch.arch(torch.device("cuda")) != "sm_90":
         raise Skipped("these kernels are for sm_90a")
     given = kind(case, dtype, device="cuda")
@@ -117,7 +117,7 @@ def hopper(kind, direction, case, dtype):
 
 
 def clusters(kind, case, dtype):
-    """Hold kernels of tssa that nothing chooses by default to the error tolerance, and two runs to the same bits."""
+    """Compare kernels of tssa that nothing chooses by default with the error tolerance, and the bits of two runs."""
     if launch.arch(torch.device("cuda")) != "sm_90":
         raise Skipped("these kernels are for sm_90a")
     reason = backends.unavailable_reason("tssa", "cpp", torch.device("cuda"))
@@ -138,7 +138,7 @@ def generation(name, device="cuda", **sizes):
 
 
 def stream(name, device="cuda"):
-    """Hold a step whose products are those of persistent programs, which no table takes, to the error tolerance."""
+    """Compare a step with products by persistent programs, which no table takes, with the error tolerance."""
     if device == "cuda" and launch.arch(torch.device(device)) not in ("sm_90", "sm_100"):
         raise Skipped("persistent products are for sm_90 and sm_100")
     from crate_kernels._triton.table import forced
@@ -164,7 +164,7 @@ def cublaslt(taken=1):
 
 
 def by_lt(name, dtype, device="cuda"):
-    """Hold a step by cuBLASLt's products to the error tolerance."""
+    """Compare a step by cuBLASLt's products with the error tolerance."""
     op, shape, options = STREAMS[name]
     with cublaslt():
         return check(testing.Case(op, f"lt-{name}", shape, options), "triton", dtype, device)
@@ -174,11 +174,11 @@ def beside_lt(shape=(25216, 768, 3072), device="cuda", rounds=10):
     """Time a training step of ista_overcomplete as the tables have it and by cuBLASLt, in ms; capture the latter."""
     tokens, *sizes = shape
     x, dout = (torch.randn(tokens, sizes[0], device=device).bfloat16() for _ in range(2))
-    given = [x, *(torch.randn(sizes, device=device).bfloat16() * sizes[0] ** -0.5 for _ in range(2))]
+    inputs = [x, *(torch.randn(sizes, device=device).bfloat16() * sizes[0] ** -0.5 for _ in range(2))]
 
     def step():
-        out = crate_kernels.ista_overcomplete(*(t.requires_grad_() for t in given), backend="triton")
-        return torch.autograd.grad(out, given, dout)
+        out = crate_kernels.ista_overcomplete(*(t.requires_grad_() for t in inputs), backend="triton")
+        return torch.autograd.grad(out, inputs, dout)
 
     found = {}
     for name, taken in (("tables", 0), ("cublaslt", 1)):
@@ -227,7 +227,7 @@ def sanitize(op, backend, what=None, tool="memcheck"):
 
 
 def of_hopper(dtype):
-    """Return the items of the kernels of sm_90a in one dtype; no GPU has run these, so that they tell the most."""
+    """Return the items of the kernels of sm_90a in one dtype; no GPU has run these, so they come first."""
     found, name = {}, str(dtype).removeprefix("torch.")
     every = (
         ("heads backward", heads.Heads, heads.CASES),

@@ -1,6 +1,6 @@
 """The GPU suite side by side: ``python -m tests.gpu.suite --out FOLDER --seconds S --workers N``.
 
-N processes share the tests, most telling first: what only a GPU shows before what the interpreter and the emulator
+N processes share the tests, most informative first: what only a GPU shows before what the interpreter and the emulator
 have shown, bf16 before other dtypes. Drawn tests are left out. Tests that lacked memory run again, one after another.
 """
 

@@ -47,7 +47,7 @@ def watch(monkeypatch):
 
 
 def called(folder, watch, minutes, needs):
-    """Make one call of a run whose parts need so many seconds; return what each turn was given."""
+    """Make one call of a run whose parts need so many seconds; return the seconds of each part."""
     given, state = [], gpu.State(folder)
 
     def run(part, seconds):
@@ -63,8 +63,16 @@ def called(folder, watch, minutes, needs):
 
 def test_each_part_has_its_minutes_and_the_rest_goes_to_the_last(tmp_path, watch):
     needs = {"smoke": 80, "suite": 10_000, "probes": 40, "host": 50, "tuning": 10_000, "ncu": 45, "timing": 10_000}
-    given = [("smoke", 90), ("suite", 240), ("probes", 45), ("host", 30), ("tuning", 135), ("ncu", 45), ("timing", 930)]
-    assert called(tmp_path, watch, 25, needs) == given
+    expected = [
+        ("smoke", 90),
+        ("suite", 240),
+        ("probes", 45),
+        ("host", 30),
+        ("tuning", 135),
+        ("ncu", 45),
+        ("timing", 930),
+    ]
+    assert called(tmp_path, watch, 25, needs) == expected
 
 
 def test_a_shorter_call_goes_on_where_the_last_one_ended(tmp_path, watch):
@@ -78,9 +86,9 @@ def test_a_shorter_call_goes_on_where_the_last_one_ended(tmp_path, watch):
 
 
 def test_a_part_that_failed_is_complete(tmp_path, watch):
-    given = []
-    gpu.turns(gpu.State(tmp_path), watch.now + 600, lambda part, seconds: given.append(part.name) or FAILED)
-    assert given == list(SECONDS)
+    started = []
+    gpu.turns(gpu.State(tmp_path), watch.now + 600, lambda part, seconds: started.append(part.name) or FAILED)
+    assert started == list(SECONDS)
     assert {own["status"] for own in gpu.State(tmp_path).parts.values()} == {"failed"}
 
 
@@ -294,11 +302,11 @@ def test_processes_side_by_side_share_a_part(part, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "side_by_side", lambda every, *_: commands.extend(one(7.0) for one in every) or DONE)
     assert part.main(["--out", str(tmp_path), "--seconds", "9", "--workers", "2", "--dry-run"]) == DONE
     for number, words in enumerate(commands, 1):
-        given = [str(word) for word in words]
-        assert given[:2] == ["-m", part.__name__]
-        assert "--dry-run" in given
+        words_passed = [str(word) for word in words]
+        assert words_passed[:2] == ["-m", part.__name__]
+        assert "--dry-run" in words_passed
         for name, value in {"--worker": number, "--workers": 2, "--seconds": 7.0, "--out": tmp_path}.items():
-            assert given[given.index(name) + 1] == str(value)
+            assert words_passed[words_passed.index(name) + 1] == str(value)
     assert len(commands) == 2
 
 

@@ -49,7 +49,7 @@ def jobs(order):
 
 
 class Unrecorded:
-    """The function that benchmarks are given to make one call of each row, so that it is compiled."""
+    """The function by which benchmarks make one call of each row, so that it is compiled."""
 
     def __init__(self, device):
         self.device = device
@@ -70,7 +70,7 @@ class Unrecorded:
 
 
 class File:
-    """The rows so far, and the function that benchmarks are given to time one more."""
+    """The rows so far, and the function by which benchmarks time one more."""
 
     def __init__(self, path, device, machine):
         self.path, self.device = path, device

@@ -18,7 +18,7 @@ from crate_kernels.bench import clock
 from crate_kernels.cli.tune import Log, judge
 from tests.gpu import processes
 
-MOST = 4  # candidates per workload
+MAX_CONFIGS = 4  # per workload
 
 
 def dry_run(folder):
@@ -50,7 +50,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.dry_run:
         return dry_run(args.out)
-    command = ["tune", "--minutes", f"{args.seconds / 60:.2f}", "--jobs", str(args.workers), "--most", str(MOST)]
+    command = ["tune", "--minutes", f"{args.seconds / 60:.2f}", "--jobs", str(args.workers)]
+    command += ["--max-configs", str(MAX_CONFIGS)]
     command += ["--log", str(args.out / "tuning-log.jsonl"), "--table", str(args.out / "tuned.json")]
     if args.candidates:
         command += ["--candidates", str(args.candidates)]

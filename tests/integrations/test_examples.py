@@ -121,12 +121,12 @@ def test_a_folder_has_one_run_at_a_time(name, text, tmp_path, monkeypatch):
     from training import trainer
 
     monkeypatch.setattr(trainer, "PATIENCE", 0.0)
-    given = [str(text)] if name == "text_trainer" else []
+    inputs = [str(text)] if name == "text_trainer" else []
     with (
         owning.another(tmp_path) as other,
         pytest.raises(SystemExit, match=f"{tmp_path} is in use by process {other.pid}"),
     ):
-        example(name).main([*given, "--output", str(tmp_path)])
+        example(name).main([*inputs, "--output", str(tmp_path)])
     assert list(tmp_path.glob("checkpoint-*")) == []
 
 
@@ -150,7 +150,7 @@ def launched(text, folder, *options):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["terminated", "killed"])
-def test_under_torchrun_all_processes_end_and_one_run_goes_on(number, text, tmp_path):
+def test_under_torchrun_all_processes_end_and_one_run_resumes(number, text, tmp_path):
     folder = tmp_path / "out"
     first = launched(text, folder, "--epochs", "2000")
     try:
@@ -162,13 +162,13 @@ def test_under_torchrun_all_processes_end_and_one_run_goes_on(number, text, tmp_
         workers = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
         assert len(workers) == 2
         first.send_signal(number)
-        told = first.communicate(timeout=60)[0]
+        output = first.communicate(timeout=60)[0]
     finally:
         first.kill()
     (step,) = states(folder)
-    assert (f"SIGTERM: step {step} is saved" in told) == (number == signal.SIGTERM)
+    assert (f"SIGTERM: step {step} is saved" in output) == (number == signal.SIGTERM)
     second = launched(text, folder, "--epochs", str(step / 3 + 2))
-    told, complaints = second.communicate(timeout=300)
+    output, complaints = second.communicate(timeout=300)
     assert second.returncode == 0, complaints
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
     assert states(folder)[0] >= step + 3

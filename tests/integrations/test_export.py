@@ -59,14 +59,14 @@ def test_onnx_runtime_computes_what_transformers_has_no_class_for(family, tmp_pa
     pytest.importorskip("onnxscript", reason="needs onnxscript: the extra onnx")
     runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: the extra onnx")
     families.drawn(families.build(family)).save_pretrained(tmp_path)
-    model, given = models.from_pretrained(tmp_path, backend="reference").eval(), families.inputs(family)
-    program = torch.onnx.export(model, given, dynamo=True, verbose=False)
+    model, inputs = models.from_pretrained(tmp_path, backend="reference").eval(), families.inputs(family)
+    program = torch.onnx.export(model, inputs, dynamo=True, verbose=False)
     program.save(tmp_path / "model.onnx")
     session = runtime.InferenceSession(tmp_path / "model.onnx")
-    tensors = [each.numpy() for each in given if each is not None]
+    tensors = [each.numpy() for each in inputs if each is not None]
     found = session.run(None, {slot.name: each for slot, each in zip(session.get_inputs(), tensors, strict=True)})
     with torch.no_grad():
-        expected = model(*given)
+        expected = model(*inputs)
     for result, wanted in zip(found, expected if isinstance(expected, tuple) else (expected,), strict=True):
         torch.testing.assert_close(torch.from_numpy(result), wanted, rtol=1e-5, atol=1e-5)
 

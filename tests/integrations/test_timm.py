@@ -31,9 +31,9 @@ SMALL = {
 }
 
 
-def small(name, seed=0, **given):
+def small(name, seed=0, **options):
     torch.manual_seed(seed)
-    return timm.create_model(name, **{"depth": 3, "img_size": 32, **SMALL[name], **given})
+    return timm.create_model(name, **{"depth": 3, "img_size": 32, **SMALL[name], **options})
 
 
 def images(batch=2, channels=3, size=32):
@@ -167,13 +167,13 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("given", FILES.values(), ids=FILES)
+@pytest.mark.parametrize("changes", FILES.values(), ids=FILES)
 @pytest.mark.parametrize("name", SMALL)
-def test_weights_of_a_file_fit_another_input(name, given, tmp_path):
+def test_weights_of_a_file_fit_another_input(name, changes, tmp_path):
     source = drawn(small(name, num_classes=5)).eval()
     source.save_pretrained(tmp_path)
     overlay = {"file": str(tmp_path / "model.safetensors"), "input_size": (3, 32, 32), "num_classes": 5}
-    options = {"num_classes": 5, **given}
+    options = {"num_classes": 5, **changes}
     model = small(name, seed=9, pretrained=True, pretrained_cfg_overlay=overlay, **options).eval()
     assert (model.num_classes, model.in_chans) == (options["num_classes"], options.get("in_chans", 3))
     size, channels = options.get("img_size", 32), model.in_chans
@@ -206,17 +206,17 @@ def test_the_encoder_of_a_whole_checkpoint(tmp_path):
 EPS = {"implied": ({}, 1e-6), "given": ({"head_eps": 1e-3}, 1e-3)}
 
 
-@pytest.mark.parametrize(("given", "eps"), EPS.values(), ids=EPS)
-def test_a_clipa_checkpoint_has_its_own_eps(given, eps, tmp_path):
+@pytest.mark.parametrize(("changes", "eps"), EPS.values(), ids=EPS)
+def test_a_clipa_checkpoint_has_its_own_eps(changes, eps, tmp_path):
     """As from_official gives it: the weights say that they are of CLIPA, not what its norm adds."""
     source = tower()
     torch.save({"state_dict": clipa(source)}, tmp_path / "checkpoint.pth")
     overlay = {"file": str(tmp_path / "checkpoint.pth"), "input_size": (3, 8, 8), "num_classes": 5}
     options = {"pretrained": True, "pretrained_cfg_overlay": overlay, "num_classes": 5}
-    model = small("crate_alpha_b32", depth=2, img_size=8, patch_size=4, **options, **given).double().eval()
+    model = small("crate_alpha_b32", depth=2, img_size=8, patch_size=4, **options, **changes).double().eval()
     assert model.config.head_eps == model.mlp_head[0].eps == eps
     assert model.transformer.layers[0][0].norm.eps == 1e-6
-    if not given:
+    if not changes:
         assert torch.equal(model(images(size=8).double()), source(images(size=8).double()))
     published = small("crate_alpha_b32", depth=2, img_size=8, patch_size=4, num_classes=5)
     published.save_pretrained(tmp_path)
@@ -233,10 +233,10 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("given", "error", "message"), BAD.values(), ids=BAD)
-def test_bad_arguments(given, error, message):
+@pytest.mark.parametrize(("options", "error", "message"), BAD.values(), ids=BAD)
+def test_bad_arguments(options, error, message):
     with pytest.raises(error, match=message):
-        small("crate_tiny", **given)
+        small("crate_tiny", **options)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -296,9 +296,11 @@ def loader(root, split, cfg):
 
 # timm leaves it to the garbage collector to close its image files.
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-@pytest.mark.parametrize(("name", "given"), [("crate_tiny", {}), ("tost_tiny_24", {"eta": 1.0})], ids=["crate", "tost"])
-def test_timm_trains_one_on_a_folder_of_digits(name, given, digits):
-    model = small(name, depth=2, num_classes=2, img_size=16, patch_size=8, **given)
+@pytest.mark.parametrize(
+    ("name", "options"), [("crate_tiny", {}), ("tost_tiny_24", {"eta": 1.0})], ids=["crate", "tost"]
+)
+def test_timm_trains_one_on_a_folder_of_digits(name, options, digits):
+    model = small(name, depth=2, num_classes=2, img_size=16, patch_size=8, **options)
     cfg = {"input_size": (3, 16, 16)}
     optimizer = timm.optim.create_optimizer_v2(model, opt="adamw", lr=5e-3, weight_decay=0.05, layer_decay=0.9)
     schedule, epochs = timm.scheduler.create_scheduler_v2(optimizer, sched="cosine", num_epochs=3, min_lr=1e-4)

@@ -19,8 +19,8 @@ NAMES = ["crate_tiny", "tost_tiny_24"]
 
 
 def config(name):
-    given = {**SMALL[name], "depth": 3, "img_size": 32}
-    return TimmWrapperConfig(architecture=name, num_labels=5, model_args=given)
+    options = {**SMALL[name], "depth": 3, "img_size": 32}
+    return TimmWrapperConfig(architecture=name, num_labels=5, model_args=options)
 
 
 @pytest.mark.parametrize("name", NAMES)

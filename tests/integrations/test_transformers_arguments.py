@@ -217,7 +217,7 @@ def test_a_loss_of_the_users_own_takes_any_argument(kind):
 )
 def test_a_config_says_which_field_was_meant(name, meant, tmp_path):
     said = rf"CRATEConfig.__init__\(\) got an unexpected keyword argument '{name}'; did you mean {meant}\?"
-    for make in (CRATEConfig, lambda **given: config("crate_tiny", **given)):
+    for make in (CRATEConfig, lambda **options: config("crate_tiny", **options)):
         with pytest.raises(TypeError, match=said):
             make(**{name: 1})
     # What transformers, or a user, has beside the fields stays as it is; so does a folder of another version.

@@ -90,7 +90,7 @@ def test_rows_of_a_layer_are_reordered_selected_and_repeated(family):
 @each_kind
 def test_an_offloaded_layer_comes_back_to_its_device(family, monkeypatch):
     layer, moves = filled(family), []
-    held = tensors(layer)
+    stored = tensors(layer)
     to = torch.Tensor.to
     monkeypatch.setattr(
         torch.Tensor, "to", lambda t, device, **options: moves.append((str(device), options)) or to(t, device)
@@ -100,7 +100,7 @@ def test_an_offloaded_layer_comes_back_to_its_device(family, monkeypatch):
     layer.device = torch.device("cpu", 0)
     layer.prefetch()
     assert {device for device, _ in moves} == {"cpu", "cpu:0"}
-    assert len(moves) == 2 * len(held)
+    assert len(moves) == 2 * len(stored)
     assert all(options == {"non_blocking": True} for _, options in moves)
 
 

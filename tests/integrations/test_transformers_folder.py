@@ -24,7 +24,7 @@ FAMILIES = {
 }
 
 
-def given(family, inputs):
+def example_of(family, inputs):
     return images.images(family) if inputs is None else inputs()
 
 
@@ -43,7 +43,7 @@ def test_transformers_reads_our_folder(family, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [type(model).__name__]
     assert model.config.backend == "reference"
     assert not any(p.is_meta for p in model.parameters())
-    example = given(family, inputs)
+    example = example_of(family, inputs)
     torch.testing.assert_close(model.eval()(example).logits, logits(ours, example), rtol=1e-4, atol=1e-5)
 
 
@@ -59,7 +59,7 @@ def test_we_read_the_folder_of_transformers(family, shards, tmp_path):
     for name, tensor in ours.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor)
     assert again.config == type(ours.config)(**{**vars(again.config), "backend": "reference"})
-    example = given(family, inputs)
+    example = example_of(family, inputs)
     reread = auto.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(reread(example).logits, logits(ours, example), rtol=0, atol=0)
 

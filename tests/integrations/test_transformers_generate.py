@@ -51,8 +51,8 @@ def test_a_cache_changes_no_token(family, options):
     results = []
     for use_cache in (True, False):
         torch.manual_seed(0)
-        given = {"attention_mask": torch.ones(2, 5, dtype=torch.int64), "pad_token_id": 0, "do_sample": False}
-        results.append(model.generate(prompts(), max_new_tokens=8, use_cache=use_cache, **{**given, **options}))
+        changes = {"attention_mask": torch.ones(2, 5, dtype=torch.int64), "pad_token_id": 0, "do_sample": False}
+        results.append(model.generate(prompts(), max_new_tokens=8, use_cache=use_cache, **{**changes, **options}))
     assert torch.equal(*results)
 
 

@@ -1,4 +1,4 @@
-"""Caches of transformers that our language models go on from: continued, moved, offloaded, cropped, full."""
+"""Caches of transformers from which our language models continue: continued, moved, offloaded, cropped, full."""
 
 import copy
 from contextlib import nullcontext
@@ -104,8 +104,8 @@ def test_offloaded_caches_give_the_same_tokens(family, kind, monkeypatch):
     away, fetched = {}, []
 
     def offload(layer):
-        held = vars(layer.cache)
-        away[layer] = {name: t.clone() for name, t in held.items() if isinstance(t, torch.Tensor)}
+        attributes = vars(layer.cache)
+        away[layer] = {name: t.clone() for name, t in attributes.items() if isinstance(t, torch.Tensor)}
         original[0](layer)
         layer._change(lambda t: torch.full_like(t, torch.nan if t.is_floating_point() else -1))
 

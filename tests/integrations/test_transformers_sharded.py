@@ -45,5 +45,5 @@ def test_two_processes_are_one(tmp_path):
         MODELS[family].pair(family)[1].save_pretrained(tmp_path / family)
     processes.spawn(sharded.run, (tmp_path, families), sharded.RANKS)
     failed = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(sharded.RANKS)]
-    told = [f"process {rank}, {name}:\n{text}" for rank, each in enumerate(failed) for name, text in each.items()]
-    assert not told, "\n".join(told)
+    report = [f"process {rank}, {name}:\n{text}" for rank, each in enumerate(failed) for name, text in each.items()]
+    assert not report, "\n".join(report)

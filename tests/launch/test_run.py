@@ -85,9 +85,9 @@ def test_another_device_asks_triton(monkeypatch):
 @pytest.mark.parametrize("offset", [1, 2, 4, 8, 12, 16, 24, 32])
 def test_addresses_that_are_no_multiple_of_16_always_ask_triton(offset, recorded):
     tensor = torch.zeros(64, dtype=torch.int8)[offset:]
-    kernel, given = Kernel(), {"x": Strided(tensor, 4)} if recorded else {"out": tensor}
+    kernel, options = Kernel(), {"x": Strided(tensor, 4)} if recorded else {"out": tensor}
     for _ in range(2):
-        launch.run(kernel, 1, **arguments(**given))
+        launch.run(kernel, 1, **arguments(**options))
     assert len(kernel.asked) == (2 if offset % 16 else 1)
     assert len(kernel.asked) + len(kernel.launched) == 2
 
@@ -111,8 +111,8 @@ def test_no_more_kernels_are_kept_than_a_limit(monkeypatch):
 
 
 def test_an_argument_left_to_its_default_always_asks_triton():
-    kernel, given = Kernel(), arguments()
-    del given["scale"]
+    kernel, options = Kernel(), arguments()
+    del options["scale"]
     for _ in range(2):
-        launch.run(kernel, 1, **given)
+        launch.run(kernel, 1, **options)
     assert (len(kernel.asked), len(kernel.launched)) == (2, 0)

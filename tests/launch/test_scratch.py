@@ -1,4 +1,4 @@
-"""Memory that a kernel asks for at its launch: from PyTorch, and in a plan an allocation of its own."""
+"""Memory that a kernel asks for at its launch: from PyTorch, and in a plan a separate allocation."""
 
 import pytest
 import torch

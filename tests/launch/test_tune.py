@@ -133,7 +133,7 @@ def test_a_shipped_configuration_that_fails_gives_way(gpu, fake, block):
 
 def test_nothing_that_runs_is_an_error(gpu, fake):
     table, make, clock = fake
-    told, lost = [], {0, 1}
+    seen, lost = [], {0, 1}
     with pytest.raises(RuntimeError, match="no configuration runs and is right"):
         _tune.search(
             _tune.Workload(table, LaunchRow({}), make),
@@ -141,10 +141,10 @@ def test_nothing_that_runs_is_an_error(gpu, fake):
             clock,
             tune.judge,
             lost,
-            told.append,
-            lambda: told.append("ok"),
+            seen.append,
+            lambda: seen.append("ok"),
         )
-    assert told == [2, 3, "ok"]  # the wrong one, then the broken one, after which the device is asked
+    assert seen == [2, 3, "ok"]  # the wrong one, then the broken one, after which the device is asked
 
 
 def test_a_device_that_is_lost_ends_the_search(gpu, fake):

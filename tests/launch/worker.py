@@ -1,4 +1,4 @@
-"""What a process of its own does in the tests of tuning; it imports nothing, so that it starts at once."""
+"""What a separate process does in the tests of tuning; it imports nothing, so that it starts at once."""
 
 import os
 

@@ -29,7 +29,7 @@ class Verdict(NamedTuple):
 
 
 def judge(seed, folders, scratch):
-    """Spoil a copy of one of the folders, the last of which is a checkpoint, and load it."""
+    """Corrupt a copy of one of the folders, the last of which is a checkpoint, and load it."""
     rng = random.Random(seed)
     folder, done = corrupted(rng, folders, scratch / "drawn" / "folder")
     load = _resume if folder.name == "checkpoint" else _from_pretrained

@@ -13,10 +13,10 @@ NAMES = ("../../etc/passwd", "/etc/passwd", "..", ".", "", "a/b", "\x00", "x" * 
 def flip(rng, path):
     """Flip up to 16 bits, half of the time among the first bytes."""
     content = bytearray(path.read_bytes())
-    most = min(len(content), 600) if rng.random() < 0.5 else len(content)
+    length = min(len(content), 600) if rng.random() < 0.5 else len(content)
     for _ in range(rng.randint(1, 16)):
-        if most:
-            content[rng.randrange(most)] ^= 1 << rng.randrange(8)
+        if length:
+            content[rng.randrange(length)] ^= 1 << rng.randrange(8)
     path.write_bytes(content)
 
 

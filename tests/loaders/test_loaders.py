@@ -74,7 +74,7 @@ def circle(folder):
 
 
 def index(content):
-    """Return a function that makes a folder's weights one shard, which the index names as given."""
+    """Return a function that makes a folder's weights one shard, which the index names so."""
 
     def corrupt(folder):
         (folder / "model.safetensors").rename(folder / "one.safetensors")

@@ -19,7 +19,7 @@ def layer_for(kind):
 
 
 def samples(shape, m=24, seed=0):
-    """Three classes, each near a direction of its own."""
+    """Three classes, each near another direction."""
     g = torch.Generator().manual_seed(seed)
     y = torch.arange(m) % 3
     y[-3:] = 1  # classes of unequal size

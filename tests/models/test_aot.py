@@ -24,8 +24,8 @@ def build(kind, **changes) -> Any:
     return families.build(f"aot_{kind}", **KINDS[kind], **changes)
 
 
-def run(model, given):
-    out = model(*given)
+def run(model, inputs):
+    out = model(*inputs)
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -203,7 +203,7 @@ def test_a_prediction_knows_the_examples_before_it_and_its_own_question():
     other = ys.clone()
     other[:, 3] += 1
     after = model(xs, other)
-    torch.testing.assert_close(after[:, :4], out[:, :4])  # its own answer it does not know
+    torch.testing.assert_close(after[:, :4], out[:, :4])  # it does not know its answer
     assert (after[:, 4:] != out[:, 4:]).all()
     moved = xs.clone()
     moved[:, 3] += 1

@@ -67,10 +67,10 @@ def test_wrapped_checkpoints(wrap, line, said):
         assert re.match(f"from_official: {line}", lines[0])
 
 
-@pytest.mark.parametrize("given", [CONFIG, {**CONFIG, "num_classes": 99}], ids=["known", "other"])
-def test_another_number_of_classes(given, said):
+@pytest.mark.parametrize("config", [CONFIG, {**CONFIG, "num_classes": 99}], ids=["known", "other"])
+def test_another_number_of_classes(config, said):
     source = crate()
-    model = models.from_official("crate", source.state_dict(), given, num_classes=7).double().eval()
+    model = models.from_official("crate", source.state_dict(), config, num_classes=7).double().eval()
     assert model.config.num_classes == model.num_classes == 7
     assert model(IMAGES).shape == (2, 7)
     assert torch.equal(model.forward_features(IMAGES), source.forward_features(IMAGES))

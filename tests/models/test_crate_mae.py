@@ -31,7 +31,7 @@ def test_as_many_patches_stay_as_published(ratio, kept):
 
 
 def test_a_seed_gives_the_published_mask():
-    """The patches of the least noise stay."""
+    """The patches of the smallest noise stay."""
     model = mae()
     torch.manual_seed(3)
     mask = model.random_mask(2, 12)
@@ -158,9 +158,9 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize(("given", "eps"), NORMS.values(), ids=NORMS)
-def test_the_published_norm_layer_decides_the_eps(given, eps):
-    model: Any = models.from_official("crate_mae", build("crate_mae").state_dict(), {**PUBLISHED, **given})
+@pytest.mark.parametrize(("options", "eps"), NORMS.values(), ids=NORMS)
+def test_the_published_norm_layer_decides_the_eps(options, eps):
+    model: Any = models.from_official("crate_mae", build("crate_mae").state_dict(), {**PUBLISHED, **options})
     assert (model.norm.eps, model.decoder_norm.eps) == (eps, eps)
     assert {m.eps for name, m in model.named_modules() if name.endswith("0.norm")} == {1e-5}
 
@@ -172,10 +172,10 @@ BAD_NORMS = {
 }
 
 
-@pytest.mark.parametrize(("given", "message"), BAD_NORMS.values(), ids=BAD_NORMS)
-def test_a_norm_layer_that_cannot_be(given, message):
+@pytest.mark.parametrize(("options", "message"), BAD_NORMS.values(), ids=BAD_NORMS)
+def test_a_norm_layer_that_cannot_be(options, message):
     with pytest.raises(ValueError, match=f"from_official: {message}"):
-        models.from_official("crate_mae", build("crate_mae").state_dict(), {**PUBLISHED, **given})
+        models.from_official("crate_mae", build("crate_mae").state_dict(), {**PUBLISHED, **options})
 
 
 def test_start_is_the_published_one():

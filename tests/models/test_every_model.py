@@ -130,7 +130,7 @@ def test_dropout_reaches_every_layer_and_stops_in_evaluation(family):
     assert torch.equal(output(family, model(*inputs(family))), output(family, model(*inputs(family))))
 
 
-EMBEDDED = {  # dropout of the embedding alone where it has a rate of its own, and where it can be seen
+EMBEDDED = {  # dropout of the embedding alone where it has a separate rate, and where it can be seen
     "crate": ({"emb_dropout": 0.5, "dropout": 0.25}, "transformer"),
     "crate_alpha": ({"emb_dropout": 0.5, "dropout": 0.25}, "transformer"),
     "crate_lm": ({"dropout": 0.5}, "transformer.h.0"),
@@ -185,8 +185,8 @@ def test_compiles_in_one_graph(family, backend):
     equal(gradients(family, model, compiled), gradients(family, model, model))
 
 
-def cast(given, dtype):
-    return [t.to(dtype) if t is not None and t.is_floating_point() else t for t in given]
+def cast(inputs, dtype):
+    return [t.to(dtype) if t is not None and t.is_floating_point() else t for t in inputs]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -194,11 +194,11 @@ def cast(given, dtype):
 def test_autocast_is_as_exact_as_the_naive_form(family, dtype):
     """Twice the error of the same model on ``reference``, as for the operators."""
     fast, naive = drawn(build(family)).eval(), drawn(build(family, backend="reference")).eval()
-    given = inputs(family)
+    tensors = inputs(family)
     with torch.autocast("cpu", dtype):
-        out, eager = output(family, fast(*given)), output(family, naive(*given))
+        out, eager = output(family, fast(*tensors)), output(family, naive(*tensors))
     exact = output(
-        family, naive.double()(*(t.double() if t is not None and t.is_floating_point() else t for t in given))
+        family, naive.double()(*(t.double() if t is not None and t.is_floating_point() else t for t in tensors))
     )
     assert out.dtype == eager.dtype == dtype
     assert out.isfinite().all()

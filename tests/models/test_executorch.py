@@ -10,10 +10,10 @@ from tests.models.families import FAMILIES, build, drawn, inputs, output
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_reference_decomposes_into_core_operators(family):
-    model, given = drawn(build(family, backend="reference")).eval(), inputs(family)
+    model, tensors = drawn(build(family, backend="reference")).eval(), inputs(family)
     with torch.no_grad():
-        program = torch.export.export(model, given).run_decompositions()
-        found, expected = (output(family, each(*given)) for each in (program.module(), model))
+        program = torch.export.export(model, tensors).run_decompositions()
+        found, expected = (output(family, each(*tensors)) for each in (program.module(), model))
     torch.testing.assert_close(found, expected)
     targets = {node.target for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
     others = {str(target) for target in targets if torch.Tag.core not in target.tags}

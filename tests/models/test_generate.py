@@ -17,7 +17,7 @@ def language(family, **changes) -> Any:
     """A model whose text neither stands still nor forgets its prompt, in double precision: no ties."""
     model: Any = drawn(build(family, **{**LONG, **changes}).double())
     with torch.no_grad():
-        # Subspace attention alone moves tokens least: without strong positions its greedy text stands still.
+        # Subspace attention alone moves tokens little: without strong positions its greedy text repeats one token.
         model.transformer["wpe"].weight.mul_(20 if family == "aot_lm" else 3)
     return model
 
@@ -53,18 +53,18 @@ def all_by_hand(family, lengths):
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_the_published_loop_token_for_token(family, lengths, count):
-    model, given = language(family), prompts(*lengths)
+    model, prompt_rows = language(family), prompts(*lengths)
     texts = all_by_hand(family, lengths)
-    new = [row[len(prompt) :].tolist() for row, prompt in zip(texts, given, strict=True)]
-    assert len({tuple(row) for row in new}) > len(given) / 2
+    new = [row[len(prompt) :].tolist() for row, prompt in zip(texts, prompt_rows, strict=True)]
+    assert len({tuple(row) for row in new}) > len(prompt_rows) / 2
     assert min(len(set(row)) for row in new) >= 3
-    expected = [row[: len(prompt) + count] for row, prompt in zip(texts, given, strict=True)]
+    expected = [row[: len(prompt) + count] for row, prompt in zip(texts, prompt_rows, strict=True)]
     # Without a cache, less of a text is no other call.
     for use_cache in (True, False) if count == COUNTS["beyond"] else (True,):
-        actual = model.generate(given, count, temperature=0, use_cache=use_cache)
+        actual = model.generate(prompt_rows, count, temperature=0, use_cache=use_cache)
         assert [row.tolist() for row in actual] == [row.tolist() for row in expected]
     if len(set(lengths)) == 1:
-        text = model.generate(torch.stack(given), count, temperature=0)
+        text = model.generate(torch.stack(prompt_rows), count, temperature=0)
         assert torch.equal(text, torch.stack(expected))
 
 
@@ -76,12 +76,12 @@ def test_a_prompt_longer_than_the_positions(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_cached_token_is_run_alone(family):
-    model, given, seen = language(family), prompts(6, 4), []
+    model, prompt_rows, seen = language(family), prompts(6, 4), []
     model.transformer["h"][1].register_forward_pre_hook(lambda m, args: seen.append(tuple(args[0].shape[:2])))
-    model.generate(given, 5, temperature=0)
+    model.generate(prompt_rows, 5, temperature=0)
     assert seen == [(2, 6), *[(2, 1)] * 4]
     seen.clear()
-    model.generate(given, 5, temperature=0, use_cache=False)
+    model.generate(prompt_rows, 5, temperature=0, use_cache=False)
     assert seen == [(2, n) for n in (6, 7, 8, 9, 10)]
 
 
@@ -111,8 +111,8 @@ def test_modes_come_back_and_dropout_is_off(family):
 
 
 def test_nothing_to_add():
-    model, given = language("crate_lm"), prompts(3, 2)
-    assert [row.tolist() for row in model.generate(given, 0)] == [row.tolist() for row in given]
+    model, inputs = language("crate_lm"), prompts(3, 2)
+    assert [row.tolist() for row in model.generate(inputs, 0)] == [row.tolist() for row in inputs]
 
 
 def test_a_generator_repeats_a_text():

@@ -28,9 +28,9 @@ def made(monkeypatch):
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_eager_steps(family, lengths, count, backend, made):
-    model, given = language(family, backend=backend).to(DEVICE), [row.to(DEVICE) for row in prompts(*lengths)]
-    expected = model.generate(given, count, temperature=0)
-    actual = model.generate(given, count, temperature=0, cuda_graph=True)
+    model, prompt_rows = language(family, backend=backend).to(DEVICE), [row.to(DEVICE) for row in prompts(*lengths)]
+    expected = model.generate(prompt_rows, count, temperature=0)
+    actual = model.generate(prompt_rows, count, temperature=0, cuda_graph=True)
     assert [row.tolist() for row in actual] == [row.tolist() for row in expected]
     if DEVICE == "cpu":
         (graph,) = made
@@ -51,11 +51,11 @@ def test_steps_of_one_length_are_wrong_for_others(cache, made, monkeypatch):
 @pytest.mark.parametrize("lengths", [(4, 4), (4, 2)], ids=["equal", "ragged"])
 @pytest.mark.parametrize("options", [{}, {"top_k": 7}, {"top_p": 0.8, "temperature": 0.7}], ids=["all", "k", "p"])
 def test_sampled_tokens_are_those_of_eager_steps(options, lengths, made):
-    model, given = language("tost_lm").to(DEVICE), [row.to(DEVICE) for row in prompts(*lengths)]
+    model, prompt_rows = language("tost_lm").to(DEVICE), [row.to(DEVICE) for row in prompts(*lengths)]
     texts = []
     for cuda_graph in (False, True):
         generator = torch.Generator(DEVICE).manual_seed(3)
-        found = model.generate(given, 16, generator=generator, cuda_graph=cuda_graph, **options)
+        found = model.generate(prompt_rows, 16, generator=generator, cuda_graph=cuda_graph, **options)
         texts.append([row.tolist() for row in found])
     assert texts[0] == texts[1]
     if DEVICE == "cpu":
@@ -91,7 +91,7 @@ def foreign(model):
     """Give the first layer a cache that is not of this library."""
     attn = model.transformer["h"][0].attn
     attn.new_cache = lambda batch, max_seqlen: SimpleNamespace()
-    attn.forward = lambda x, **given: x
+    attn.forward = lambda x, **options: x
     return model
 
 

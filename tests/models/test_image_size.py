@@ -68,10 +68,10 @@ def test_every_way_to_another_size_interpolates_the_positions(family, antialias)
 
 def test_positions_of_the_same_size_are_the_parameter():
     model = build("crate")
-    held = model.pos_embedding
+    positions = model.pos_embedding
     model.set_input_size((8, 12), (2, 4))
     model.set_input_size()
-    assert model.pos_embedding is held
+    assert model.pos_embedding is positions
     model.pos_embedding.requires_grad_(False)
     model.set_input_size(24)
     assert model.config.image_size == 24
@@ -209,16 +209,16 @@ def test_an_autoencoder_keeps_the_size_that_was_set(tmp_path):
 def test_a_compiled_model_takes_other_sizes():
     model, (img, _) = drawn(build("crate", depth=1, dynamic_img_size=True)).eval(), larger("crate")
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    for given in (img, inputs("crate")[0]):
-        assert_close(compiled(given), model(given))
+    for images in (img, inputs("crate")[0]):
+        assert_close(compiled(images), model(images))
 
 
 def test_an_exported_model_takes_its_own_size_and_others():
     model, (img, _) = drawn(build("crate", depth=1, dynamic_img_size=True)).eval(), larger("crate")
     auto = torch.export.Dim.AUTO
     exported = torch.export.export(model, (img,), dynamic_shapes={"img": {0: auto, 2: auto, 3: auto}}).module()
-    for given in (img, *inputs("crate", batch=3), img[:, :, :4, :8]):
-        assert_close(exported(given), model(given))
+    for images in (img, *inputs("crate", batch=3), img[:, :, :4, :8]):
+        assert_close(exported(images), model(images))
 
 
 def test_positions_of_the_same_grid_are_not_interpolated():

@@ -174,11 +174,11 @@ def test_the_head_may_be_a_matrix_of_its_own(family):
 TSSA = {"published": {"TSSA": True}, "unsaid": {}}
 
 
-@pytest.mark.parametrize("given", TSSA.values(), ids=TSSA)
-def test_tost_lm_takes_the_published_flag(given):
+@pytest.mark.parametrize("options", TSSA.values(), ids=TSSA)
+def test_tost_lm_takes_the_published_flag(options):
     config = {**TEXT, "bias": False}
     state = build("tost_lm").state_dict()
-    assert models.from_official("tost_lm", state, {**config, **given}).config == build("tost_lm").config
+    assert models.from_official("tost_lm", state, {**config, **options}).config == build("tost_lm").config
     with pytest.raises(ValueError, match="TSSA must be True for tost_lm, got False"):
         models.from_official("tost_lm", state, {**config, "TSSA": False})
 

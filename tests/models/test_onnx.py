@@ -27,8 +27,8 @@ def test_onnx_runtime_computes_the_same(family, tmp_path):
     session = runtime.InferenceSession(tmp_path / "model.onnx")
     (slot,) = session.get_inputs()
     others = torch.cat([example, example.flip(-1)])
-    for given in (example, others[:, :5] if SIZES[family] == TEXTS else others):
-        (found,) = session.run(None, {slot.name: given.numpy()})
+    for images in (example, others[:, :5] if SIZES[family] == TEXTS else others):
+        (found,) = session.run(None, {slot.name: images.numpy()})
         with torch.no_grad():
-            expected = output(family, model(given))
+            expected = output(family, model(images))
         torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-5, atol=1e-5)

@@ -19,7 +19,7 @@ def setting(family, batch=3, **changes):
     """Return a model, what it is fed, and the gradient of a loss that is a sum over samples for each of them."""
     dtype = WIDE.get(family, torch.float32)
     model = drawn(build(family, **changes)).to(dtype)
-    given = inputs(family, batch, dtype)
+    tensors = inputs(family, batch, dtype)
     parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     names = ("imgs", "mask") if family == "crate_mae" else ("xs", "ys") if family == "aot_regression" else (None,)
 
@@ -28,11 +28,11 @@ def setting(family, batch=3, **changes):
         arguments = (each, {}) if names == (None,) else ((), dict(zip(names, each, strict=True)))
         return output(family, functional_call(model, parameters, *arguments)).sin().sum()
 
-    return model, parameters, loss, tuple(g for g in given if g is not None)
+    return model, parameters, loss, tuple(g for g in tensors if g is not None)
 
 
-def one_by_one(loss, parameters, given):
-    each = [grad(loss)(parameters, *(g[i] for g in given)) for i in range(len(given[0]))]
+def one_by_one(loss, parameters, inputs):
+    each = [grad(loss)(parameters, *(g[i] for g in inputs)) for i in range(len(inputs[0]))]
     return {name: torch.stack([one[name] for one in each]) for name in parameters}
 
 
@@ -40,10 +40,10 @@ def one_by_one(loss, parameters, given):
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vmap_of_a_gradient_is_each_samples_gradient(family):
-    model, parameters, loss, given = setting(family)
+    model, parameters, loss, inputs = setting(family)
     model.eval()
-    found = vmap(grad(loss), (None, *(0 for _ in given)))(parameters, *given)
-    torch.testing.assert_close(found, one_by_one(loss, parameters, given), rtol=1e-4, atol=1e-5)
+    found = vmap(grad(loss), (None, *(0 for _ in inputs)))(parameters, *inputs)
+    torch.testing.assert_close(found, one_by_one(loss, parameters, inputs), rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture
@@ -61,10 +61,10 @@ def opacus(monkeypatch):
 def test_opacus_takes_the_gradient_of_each_sample(family, backend, opacus):
     if family in NO_BIAS:
         del opacus.GradSampleModule.GRAD_SAMPLERS[nn.LayerNorm]  # it reads a bias; the page says so
-    model, parameters, loss, given = setting(family, backend=backend)
-    expected = one_by_one(loss, parameters, given)
+    model, parameters, loss, inputs = setting(family, backend=backend)
+    expected = one_by_one(loss, parameters, inputs)
     wrapped = opacus.GradSampleModule(model.train(), loss_reduction="sum")
-    output(family, wrapped(*given)).sin().sum().backward()
+    output(family, wrapped(*inputs)).sin().sum().backward()
     found = {name: p.grad_sample for name, p in model.named_parameters()}
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -72,7 +72,7 @@ def test_opacus_takes_the_gradient_of_each_sample(family, backend, opacus):
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.endswith(("_lm", "complete", "regression"))])
 def test_what_hooks_see_of_a_language_model_has_the_batch_first(family):
     """So does opacus find the samples."""
-    model, _, _, given = setting(family)
+    model, _, _, tensors = setting(family)
     seen, sizes = {}, set()
 
     def before(module, inputs):
@@ -87,7 +87,7 @@ def test_what_hooks_see_of_a_language_model_has_the_batch_first(family):
             module.register_forward_pre_hook(before)
             module.register_full_backward_hook(after)
     with pytest.warns(UserWarning, match="Full backward hook is firing"):  # of indices, which have no gradient
-        output(family, model(*given)).sum().backward()
+        output(family, model(*tensors)).sum().backward()
     assert sizes == {(3, 3)}
 
 
@@ -184,8 +184,8 @@ def test_opacus_hooks_such_a_projection(case, opacus):
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 @pytest.mark.parametrize("attention", ["tied", "gradient"])
 def test_opacus_runs_a_whole_model_with_such_projections_again(attention, opacus):
-    model, parameters, loss, given = setting("crate", attention=attention)
-    expected = one_by_one(loss, parameters, given)
-    opacus.GradSampleModule(model.train(), loss_reduction="sum")(*given).sin().sum().backward()
+    model, parameters, loss, inputs = setting("crate", attention=attention)
+    expected = one_by_one(loss, parameters, inputs)
+    opacus.GradSampleModule(model.train(), loss_reduction="sum")(*inputs).sin().sum().backward()
     found = {name: p.grad_sample for name, p in model.named_parameters()}
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -61,8 +61,8 @@ def test_complex_weights_load_as_such_or_as_pairs():
     net: Any = ReduNet1D(ReduNet1DConfig(**config))
     state = net.state_dict()
     pairs = {name: torch.view_as_real(v) if v.is_complex() else v for name, v in state.items()}
-    for given in (state, pairs):
-        loaded = models.from_official("redunet_1d", given, config).state_dict()
+    for published in (state, pairs):
+        loaded = models.from_official("redunet_1d", published, config).state_dict()
         assert all(torch.equal(loaded[name], state[name]) for name in state)
 
 

@@ -34,11 +34,11 @@ CASES = {
 @pytest.mark.parametrize(("family", "function", "changes"), CASES.values(), ids=CASES)
 def test_equals_the_published_equations(family, function, changes):
     model = drawn(build(family, **changes).double()).eval()
-    given = inputs(family, dtype=torch.float64)
-    given = (torch.randn(2, 3, 32, 32, dtype=torch.float64),) if changes.get("patch_size") == 16 else given
+    tensors = inputs(family, dtype=torch.float64)
+    tensors = (torch.randn(2, 3, 32, 32, dtype=torch.float64),) if changes.get("patch_size") == 16 else tensors
     state = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    actual = output(family, model(*given))
-    expected = function(state, model.config, *(value for value in given if value is not None))
+    actual = output(family, model(*tensors))
+    expected = function(state, model.config, *(value for value in tensors if value is not None))
     # The Fourier positions are computed in float32 as published, whatever the model's dtype.
     close = {"rtol": 1e-6, "atol": 1e-6} if changes.get("use_pos", family == "tost") else {"rtol": 1e-10, "atol": 1e-10}
     assert_close(actual, expected, **close)

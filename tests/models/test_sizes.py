@@ -123,5 +123,5 @@ def test_the_equations_count_what_is_published():
 
 
 def test_names():
-    """AoT and ReduNet count theirs in their own tests."""
+    """AoT and ReduNet count theirs in other tests."""
     assert {name for name in models.names() if name.startswith(("crate", "tost"))} == {*COUNTED, *ROUNDED, *DERIVED}

@@ -21,7 +21,7 @@ def model_of(family):
     return drawn(CRATE(CRATES[family]) if family in CRATES else build(family)).eval()
 
 
-def given(family):
+def images_of(family):
     return (torch.randn(2, 3, 8, 8),) if family in CRATES else inputs(family)
 
 
@@ -31,7 +31,7 @@ def linear_layers(model):
 
 @pytest.mark.parametrize("family", [*VISION, *CRATES])
 def test_a_graph_of_fx_computes_and_learns_the_same(family):
-    model, images = model_of(family), given(family)
+    model, images = model_of(family), images_of(family)
     graph = fx.symbolic_trace(model)
     found, expected = graph(*images), model(*images)
     torch.testing.assert_close(found, expected)  # ToST turns its images, where they are no symbols
@@ -101,19 +101,19 @@ def test_an_operator_in_a_module_of_ones_own_says_what_to_do():
         fx.symbolic_trace(lambda w: mssa(w))
 
 
-# PyTorch's, of its own tracer.
+# PyTorch's, of its tracer.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("family", [f for f in (*FAMILIES, *CRATES) if f != "crate_mae"])  # takes a None
 def test_a_trace_has_the_gradients(family):
-    model, images = model_of(family), given(family)
+    model, images = model_of(family), inputs(family)
 
     class Logits(nn.Module):  # a trace cannot return the None that stands for no loss
         def __init__(self):
             super().__init__()
             self.model = model
 
-        def forward(self, *given):
-            return output(family, self.model(*given))
+        def forward(self, *inputs):
+            return output(family, self.model(*inputs))
 
     traced = torch.jit.trace(Logits(), images)
     more = tuple(torch.cat([i, i.flip(-1)]) for i in images)
@@ -130,7 +130,7 @@ def test_a_trace_has_the_gradients(family):
 def test_quantize_dynamic_takes_every_linear_layer(family):
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         pytest.skip("needs a PyTorch with quantised products")
-    model, tokens = model_of(family), given(family)
+    model, tokens = model_of(family), images_of(family)
     quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
     taken = [name for name, module in quantised.named_modules() if isinstance(module, dynamic.Linear)]
     assert taken == [name for name, module in model.named_modules() if type(module) is nn.Linear]

@@ -9,13 +9,13 @@ import sys
 import torch
 
 
-def main(extension, given, found):
-    """Answer what ``given`` asks: schemas, results of calls, messages of refused ones, and results of files."""
+def main(extension, request, found):
+    """Answer what ``request`` asks: schemas, results of calls, messages of refused ones, and results of files."""
     torch.ops.load_library(extension)
     define = ctypes.CDLL(extension).crate_kernels_define_operators
     define()
     define()  # once more changes nothing
-    asked = torch.load(given)
+    asked = torch.load(request)
     results = {
         "schemas": {name: str(op(name)._schema) for name in asked["schemas"]},
         "calls": [results_of(op(name)(*args)) for name, args in asked["calls"]],

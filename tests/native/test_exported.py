@@ -19,7 +19,7 @@ from tests.ops.common import expected
 
 pytestmark = [
     pytest.mark.skipif(extension.PATH is None, reason="needs the C++ extension: python -m crate_kernels build"),
-    # PyTorch's, of its own tracer and compiler.
+    # PyTorch's, of its tracer and compiler.
     *(pytest.mark.filterwarnings(f"ignore::{kind}Warning") for kind in ("Deprecation", "Future", "User")),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
 ]
@@ -60,10 +60,10 @@ class Recorder(TorchDispatchMode):
 
 def recorded(case, dtype):
     """Return the one op that a public call without gradient is."""
-    given = testing.make_inputs(case, dtype)
+    inputs = testing.make_inputs(case, dtype)
     torch.manual_seed(0)
     with torch.no_grad(), Recorder() as recorder:
-        getattr(crate_kernels, case.op)(**given.differentiable, **given.others, **case.options, backend="cpp")
+        getattr(crate_kernels, case.op)(**inputs.differentiable, **inputs.others, **case.options, backend="cpp")
     (call,) = recorder.calls
     return call
 
@@ -75,8 +75,8 @@ class Logits(torch.nn.Module):
         super().__init__()
         self.family, self.model = family, drawn(build(family)).eval()
 
-    def forward(self, *given):
-        return output(self.family, self.model(*given))
+    def forward(self, *inputs):
+        return output(self.family, self.model(*inputs))
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +86,13 @@ def alone(tmp_path_factory):
     calls = {(repr(case), dtype): recorded(case, dtype) for case in CASES for dtype in DTYPES}
     files = {}
     for family in (*PROGRAMS, *TRACES):
-        model, given = Logits(family), inputs(family)
+        model, example = Logits(family), inputs(family)
         path = str(folder / f"{family}{'.pt2' if family in PROGRAMS else '.pt'}")
         if family in PROGRAMS:
-            torch.export.save(torch.export.export(model, given), path)
+            torch.export.save(torch.export.export(model, example), path)
         else:
-            torch.jit.save(torch.jit.trace(model, given, check_trace=False), path)
-        files[path] = given
+            torch.jit.save(torch.jit.trace(model, example, check_trace=False), path)
+        files[path] = example
     asked = {
         "schemas": OPS,
         "calls": [(name, args) for name, args, _ in calls.values()],
@@ -156,8 +156,8 @@ def program(tmp_path_factory):
     words = [str({"run_package.cpp": source, "run_package": folder / "program"}.get(word, word)) for word in words]
     subprocess.run(words, check=True, timeout=600)
 
-    def run(package, given):
-        torch.save(given, folder / "in.pt")
+    def run(package, example):
+        torch.save(example, folder / "in.pt")
         command = [folder / "program", extension.PATH, package, folder / "in.pt", folder / "out.pt"]
         subprocess.run(command, check=True, timeout=120)
         return torch.load(folder / "out.pt")
@@ -168,12 +168,12 @@ def program(tmp_path_factory):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["crate", "tost", "crate_lm", "tost_lm"])
 def test_a_compiled_package_runs_here_and_in_cpp(program, family, tmp_path):
-    model, (given,) = Logits(family), inputs(family)
+    model, (example,) = Logits(family), inputs(family)
     with torch.no_grad():
         shapes = (({0: torch.export.Dim("batch", min=2, max=64)},),)
-        exported = torch.export.export(model, (given,), dynamic_shapes=shapes)
+        exported = torch.export.export(model, (example,), dynamic_shapes=shapes)
         package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
-        more = torch.cat([given, given.flip(-1), given])
+        more = torch.cat([example, example.flip(-1), example])
         expected = model(more)
     torch.testing.assert_close(torch._inductor.aoti_load_package(package)(more), expected)
     torch.testing.assert_close(program(package, more), expected)

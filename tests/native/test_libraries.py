@@ -169,10 +169,10 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize(("given", "expected"), CACHES.values(), ids=CACHES)
-def test_the_cache_is_where_the_user_has_caches(given, expected, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("cache_home", "expected"), CACHES.values(), ids=CACHES)
+def test_the_cache_is_where_the_user_has_caches(cache_home, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", given.format(tmp=tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home.format(tmp=tmp_path))
     assert _libraries.user_cache() == tmp_path / expected
     assert _libraries.cache_folder("a").parent == tmp_path / expected
     assert table.user_table("A GPU") == tmp_path / expected / "tune" / "A-GPU.json"

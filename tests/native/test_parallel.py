@@ -1,4 +1,4 @@
-"""Whether a region is shared among threads or given to one, by clocks that the test moves."""
+"""Whether a region runs on several threads or on one, by clocks that the test moves."""
 
 import subprocess
 from pathlib import Path

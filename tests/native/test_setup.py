@@ -53,7 +53,7 @@ def wheel(tmp_path, monkeypatch):
     return build
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # setuptools warns of its own code
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # setuptools warns of its code
 @pytest.mark.parametrize(("compile_it", "files", "tag"), BUILDS.values(), ids=BUILDS)
 def test_a_wheel_is_tagged_what_it_is(compile_it, files, tag, wheel):
     path = wheel(compile_it)

@@ -10,11 +10,11 @@ from crate_kernels._core import products
 def taken(monkeypatch):
     """Take the other product at any size, on any processor; list the calls of it."""
     calls = []
-    given = torch.ops.mkldnn._linear_pointwise.default
+    original = torch.ops.mkldnn._linear_pointwise.default
 
     def product(*args):
         calls.append(args)
-        return given(*args)
+        return original(*args)
 
     monkeypatch.setattr(products, "_library", product)
     monkeypatch.setattr(products, "_MIN_WORK", 1)

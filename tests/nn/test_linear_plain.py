@@ -77,11 +77,11 @@ def test_a_tensor_subclass_comes_to_nn_linear(taken, part, compiled):
     x = torch.randn(5, IN, generator=torch.Generator().manual_seed(1))
     if part == "weight":
         ours.linear.weight = nn.Parameter(TwoTensor(ours.linear.weight.detach(), ours.linear.weight.detach().clone()))
-        given = x
+        argument = x
     else:
-        given = TwoTensor(x, x.clone())
+        argument = TwoTensor(x, x.clone())
     call = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
-    torch.testing.assert_close(call(given).a, plain(x))
+    torch.testing.assert_close(call(argument).a, plain(x))
     assert not taken
 
 
@@ -90,8 +90,8 @@ def hooked(linear):
 
 
 def accelerated(linear):
-    given = linear.forward
-    linear.forward = lambda x: given(x) + 1
+    original = linear.forward
+    linear.forward = lambda x: original(x) + 1
 
 
 def parametrized(linear):

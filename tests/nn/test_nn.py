@@ -1,4 +1,4 @@
-"""The modules: published parameters and arguments around the operators, which have their own tests."""
+"""The modules: published parameters and arguments around the operators, which have other tests."""
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 

@@ -76,9 +76,9 @@ def test_weights_that_wait_elsewhere_are_fetched(make):
 def test_a_quantised_projection_is_transposed_as_it_is(make):
     module = built(make()).float()
     module = quantised(nn.Sequential(module))[0]
-    held = module.qkv.weight().dequantize()
+    stored = module.qkv.weight().dequantize()
     x = tokens(dtype=torch.float32)
-    assert_close(_heads.weight_of(module.qkv, x), held, rtol=0, atol=1e-6)
+    assert_close(_heads.weight_of(module.qkv, x), stored, rtol=0, atol=1e-6)
     assert module(x).isfinite().all()
 
 

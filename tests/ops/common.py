@@ -38,7 +38,7 @@ SELDOM = VARIATION or (lambda test: test)
 def seldom(table, *often):
     """List the values of ``table`` by name; where Triton is interpreted, all but ``often`` are left to make test-all.
 
-    For what an operator's boundary decides and no kernel does: other backends are held to all of it in every run.
+    For what an operator's boundary decides and no kernel does: other backends run all of it every time.
     """
     assert {*often} <= {*table}
     values = table.items() if isinstance(table, dict) else zip(table, table, strict=True)

@@ -28,14 +28,14 @@ def pytest_collection_modifyitems(items):
 
 def left_out(params, sets):
     """Return whether a combination is of those left out: of three sets, any two values meet in one that is not."""
-    return sum(place(params, *given) for given in sets) % 2 == 1
+    return sum(place(params, *each) for each in sets) % 2 == 1
 
 
 def place(params, names, values):
     """Return which of the values of a parametrization a test has."""
     names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
     sets = [v.values if isinstance(v, pytest.ParameterSet) else v if len(names) > 1 else (v,) for v in values]
-    return next(n for n, given in enumerate(sets) if all(params[k] is v for k, v in zip(names, given, strict=True)))
+    return next(n for n, each in enumerate(sets) if all(params[k] is v for k, v in zip(names, each, strict=True)))
 
 
 @pytest.fixture(autouse=True)

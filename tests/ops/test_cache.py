@@ -46,7 +46,7 @@ STEPS = pytest.mark.parametrize("blocks", seldom({"steps": [1] * 12, "blocks": [
 
 @SUBSPACE
 def test_a_block_of_many_tokens_is_appended_once(backend, device):
-    """Several programs of a head share it; the cache has room to append it again."""
+    """Several programs of a head share it; the cache has space to append it again."""
     w, cache = tokens(41, device=device), SubspaceCache(BATCH, HEADS, 100, HEAD_DIM, device=device)
     torch.testing.assert_close(decode("mssa", w, backend, cache, [40, 1]), attend("mssa", w, backend))
     assert cache.lengths.tolist() == [41] * BATCH
@@ -101,15 +101,15 @@ def test_output_of_a_step_merges_its_heads_as_a_view(op, backend, device):
 @EACH
 def test_ragged_prefill_then_steps(op, backend, device):
     """Sequences of 2, 5 and no tokens, right-padded; then a common step, a ragged block and another step."""
-    cache, held = new_cache(op, device=device), [torch.empty(HEADS, 0, HEAD_DIM, device=device)] * BATCH
+    cache, sequences = new_cache(op, device=device), [torch.empty(HEADS, 0, HEAD_DIM, device=device)] * BATCH
     for step, kept in enumerate([(2, 5, 0), (1, 1, 1), (3, 0, 2), (1, 1, 1)]):
         w = tokens(max(kept), device=device, seed=step)
         mask = torch.arange(max(kept), device=device) < torch.tensor(kept, device=device)[:, None]
         results = attend(op, w, backend, cache, mask if min(kept) < max(kept) else None)
         assert all(r.isfinite().all() for r in results) or step == 0, "a padded query of an empty sequence has lse -inf"
         for b, n in enumerate(kept):
-            held[b] = torch.cat([held[b], w[b, :, :n]], 1)
-            for actual, full in zip(results, attend(op, held[b][None], backend), strict=True):
+            sequences[b] = torch.cat([sequences[b], w[b, :, :n]], 1)
+            for actual, full in zip(results, attend(op, sequences[b][None], backend), strict=True):
                 torch.testing.assert_close(actual[b, :, :n], full[0, :, full.shape[2] - n :])
     assert cache.lengths.tolist() == [7, 7, 4]
 
@@ -181,8 +181,8 @@ def test_writes_beyond_the_capacity_are_dropped(backend, device):
     out, _ = attend("mssa", new, backend, cache, torch.ones(BATCH, 2, dtype=torch.bool, device=device))
     assert cache.lengths.tolist() == [12, 12, 6]
     before[0, :, 11], before[2, :, 4:6] = new[0, :, 0], new[2]
-    for held, expected, length in zip(cache.data, before, (12, 12, 6), strict=True):
-        torch.testing.assert_close(held[:, :length], expected[:, :length], rtol=0, atol=0)
+    for cached, expected, length in zip(cache.data, before, (12, 12, 6), strict=True):
+        torch.testing.assert_close(cached[:, :length], expected[:, :length], rtol=0, atol=0)
     assert out.isfinite().all()
 
 
@@ -209,7 +209,7 @@ def test_dropped_tokens_are_never_read(backend, device, drop, new, left):
     mask = torch.arange(new, device=device) < torch.tensor([new, 1, 0], device=device)[:, None]
     results = []
     for value in (0.0, left):
-        # A GPU's lengths are not read: the cache has room for what it would hold if nothing had been dropped.
+        # A GPU's lengths are not read: the cache has space for all tokens, dropped ones too.
         cache = SubspaceCache(BATCH, HEADS, 8 + new + 1, HEAD_DIM, device=device)
         attend("mssa", torch.cat([first[:, :, :1], torch.full_like(first[:, :, 1:], value)], 2), backend, cache)
         drop(cache)
@@ -222,12 +222,12 @@ def test_dropped_tokens_are_never_read(backend, device, drop, new, left):
 @TURNS
 @EACH
 @INTERPRETED
-@pytest.mark.parametrize("held", [torch.nan, torch.inf, 3e38])
-def test_padded_tokens_never_enter_a_cache(op, backend, device, held):
+@pytest.mark.parametrize("padded", [torch.nan, torch.inf, 3e38])
+def test_padded_tokens_never_enter_a_cache(op, backend, device, padded):
     block, step = tokens(4, device=device), tokens(1, device=device, seed=1)
     mask = torch.arange(4, device=device) < torch.tensor([4, 2, 0], device=device)[:, None]
     results = []
-    for value in (1.0, held):
+    for value in (1.0, padded):
         cache = new_cache(op, device=device)
         outs = attend(op, torch.where(mask[:, None, :, None], block, value), backend, cache, mask)
         kept = [torch.where(mask[:, None, :].view(*mask.shape[:1], 1, 4, *[1] * (r.dim() - 3)), r, 0.0) for r in outs]
@@ -279,7 +279,7 @@ RAGGED = {"longest-is-gone": ([2, 0, 2], 3), "all-are-short": ([0, 0, 0], 2), "l
 @pytest.mark.parametrize("op", ["mssa", "tssa"])
 @pytest.mark.parametrize(("index", "bound"), RAGGED.values(), ids=RAGGED)
 def test_reordering_forgets_the_longest_sequence_that_is_gone(op, index, bound):
-    """What fits is taken: the host's bound is the longest that is held, where lengths are free to read."""
+    """What fits is taken: the host's bound is the longest stored length, where lengths are free to read."""
     cache = new_cache(op)
     mask = torch.arange(8) < torch.tensor([2, 8, 3])[:, None]
     attend(op, tokens(8), "reference", cache, mask)

@@ -16,10 +16,10 @@ def full_cache(op):
 
 def decode(op, **changes):
     """Append two tokens to a cache, some arguments being others."""
-    given = {"w": tokens(2), "causal": True, **changes}
+    options = {"w": tokens(2), "causal": True, **changes}
     if op == "mssa":
-        return mssa(**given)
-    return tssa(**{"temp": TEMP.to(given["w"].device), **given})
+        return mssa(**options)
+    return tssa(**{"temp": TEMP.to(options["w"].device), **options})
 
 
 def requiring_grad(tensor):

@@ -106,8 +106,8 @@ def test_a_repeated_step_is_a_first_one(checked, op, backend, device, kind):
         for i in range(CAPACITY):
             cache._last = cache._last if way == "repeated" else None
             result = step(op, cache, w[:, :, i : i + 1], backend=backend, **options)
-            held = [t.clone() for t in contents(cache)]
-            steps[way].append((result, held, cache._bound, getattr(cache, "_uniform", True)))
+            stored = [t.clone() for t in contents(cache)]
+            steps[way].append((result, stored, cache._bound, getattr(cache, "_uniform", True)))
         assert len(checked) == (1 if way == "repeated" else 1 + CAPACITY)
     for repeated, first in zip(*steps.values(), strict=True):
         torch.testing.assert_close(repeated[:2], first[:2], rtol=0, atol=0)

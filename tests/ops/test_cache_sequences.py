@@ -36,7 +36,7 @@ class Model:
         self.op, self.backend, self.device = op, backend, device
         self.dtype = torch.float64 if backend in ("reference", "composite") else torch.float32
         self.cache, self.drawn = new_cache(op, self.dtype, device), 0
-        self.held = [torch.zeros(HEADS, 0, HEAD_DIM, dtype=self.dtype, device=device)] * BATCH
+        self.sequences = [torch.zeros(HEADS, 0, HEAD_DIM, dtype=self.dtype, device=device)] * BATCH
 
     def apply(self, name, argument):
         if name in ("append", "ragged"):
@@ -46,18 +46,18 @@ class Model:
                 return
             limits = (argument,) * BATCH if name == "truncate" else argument
             self.cache.truncate(argument if name == "truncate" else torch.tensor(argument, device=self.device))
-            self.held = [sequence[:, :limit] for sequence, limit in zip(self.held, limits, strict=True)]
+            self.sequences = [sequence[:, :limit] for sequence, limit in zip(self.sequences, limits, strict=True)]
         elif name == "reorder":
             self.cache.reorder(torch.tensor(argument, device=self.device))
-            self.held = [self.held[b] for b in argument]
+            self.sequences = [self.sequences[b] for b in argument]
         elif name == "clone":
             abandoned, self.cache = self.cache, self.cache.clone()
             for tensor in contents(abandoned):
                 tensor.fill_(7)
         else:
             self.cache.reset()
-            self.held = [sequence[:, :0] for sequence in self.held]
-        assert self.cache.lengths.tolist() == [sequence.shape[1] for sequence in self.held]
+            self.sequences = [sequence[:, :0] for sequence in self.sequences]
+        assert self.cache.lengths.tolist() == [sequence.shape[1] for sequence in self.sequences]
 
     def append(self, kept, ragged):
         new, self.drawn = max(kept), self.drawn + 1
@@ -65,7 +65,7 @@ class Model:
         mask = torch.arange(new, device=self.device) < torch.tensor(kept, device=self.device)[:, None]
         mask = mask if ragged else None
         # The host's bound on the longest sequence may be too high where it cannot read lengths, never too low.
-        longest = max(sequence.shape[1] for sequence in self.held)
+        longest = max(sequence.shape[1] for sequence in self.sequences)
         assert self.cache._bound == longest if self.device == "cpu" else self.cache._bound >= longest
         if self.cache._bound + new > CAPACITY:  # capacity of the cache, or length of the tests' bias
             with pytest.raises(ValueError, match=r"capacity is 12|must cover the sequence"):
@@ -73,9 +73,9 @@ class Model:
             return
         results = attend(self.op, w, self.backend, self.cache, mask)
         for b, n in enumerate(kept):
-            self.held[b] = torch.cat([self.held[b], w[b, :, :n]], 1)
+            self.sequences[b] = torch.cat([self.sequences[b], w[b, :, :n]], 1)
             if n:
-                expected = attend(self.op, self.held[b][None], self.backend)
+                expected = attend(self.op, self.sequences[b][None], self.backend)
                 for actual, full in zip(results, expected, strict=True):
                     torch.testing.assert_close(actual[b, :, :n], full[0, :, full.shape[2] - n :])
 

@@ -235,7 +235,7 @@ def test_checkpoint_repeats_the_dropout_mask(case, backend, compiled):
     def recomputed(*tensors):
         return checkpoint(plain, *tensors, use_reentrant=False)
 
-    # On a GPU a compiled graph with a checkpoint draws from generators of its own: compare it with itself.
+    # On a GPU a compiled graph with a checkpoint draws from other generators: compare it with itself.
     alone = compiled and home(backend) == "cuda"
     results = []
     for function, seed in ((recomputed if alone else plain, 0 if alone else 1), (recomputed, 1)):
@@ -349,9 +349,9 @@ def test_whatever_watches_the_dispatcher_sees_the_op(watcher):
 @pytest.mark.parametrize("op", [op for op in DYNAMIC if op not in ("mssa-composite", "mssa-lse-packed-composite")])
 def test_a_trace_holds_the_op_and_so_takes_any_length(op, monkeypatch):
     """What a body does with one number of tokens is not what it does with another."""
-    room, _, backend = op.rpartition("-")
+    case_op, _, backend = op.rpartition("-")
     function, device = DYNAMIC[op], home(backend)
-    module = backends.kernel(room.partition("-")[0].partition("_")[0], backend).__name__
+    module = backends.kernel(case_op.partition("-")[0].partition("_")[0], backend).__name__
     # PyTorch imports modules by name while it traces; an emulator's is a copy without a name.
     copies = {key: kernel for key, kernel in backends._kernels.items() if key[1] in EMULATED}
     monkeypatch.setattr(backends, "_kernels", copies)

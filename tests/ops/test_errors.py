@@ -180,7 +180,7 @@ GOOD = {
 }
 
 
-def room(op):
+def package(op):
     return op.removesuffix("_overcomplete")
 
 
@@ -250,8 +250,8 @@ def test_an_unavailable_backend_says_why(op, kernel, reason, monkeypatch):
     missing = "it is at home (fetch it)" if kernel else None
     fake = backends.Backend("fake", "crate_kernels.ops.{op}.composite", missing=missing)
     monkeypatch.setitem(backends._BACKENDS, "fake", fake)
-    monkeypatch.setitem(backends._has_kernel, (room(op), "fake"), kernel)
-    reason = re.escape(reason.format(op=room(op)))
+    monkeypatch.setitem(backends._has_kernel, (package(op), "fake"), kernel)
+    reason = re.escape(reason.format(op=package(op)))
     message = f"^{op}: backend='fake' is unavailable: {reason}; use backend='composite'"
     with pytest.raises(RuntimeError, match=message):
         call(op, backend="fake")

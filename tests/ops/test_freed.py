@@ -31,10 +31,10 @@ def corrupt(t, how):
 def test_a_call_refuses_each_input_by_name(name, chosen, how):
     function, inputs = test_op_checks.CALLS[name]
     for i in range(len(inputs)):
-        given = [t.clone() for t in inputs]
-        corrupt(given[i], how)
+        tensors = [t.clone() for t in inputs]
+        corrupt(tensors[i], how)
         with pytest.raises(ValueError, match=f"^{name.partition('-')[0]}: .*{REFUSAL}"):
-            function(*given, backend=chosen)
+            function(*tensors, backend=chosen)
 
 
 def accepted(function, schema, values):
@@ -42,21 +42,21 @@ def accepted(function, schema, values):
     found = []
     for argument in schema.arguments:
         if isinstance(values.get(argument.name), torch.Tensor):
-            given = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in values.items()}
-            corrupt(given[argument.name], "freed")
-            error = test_op_checks.refusal(function, (given.get(a.name) for a in schema.arguments))
+            options = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in values.items()}
+            corrupt(options[argument.name], "freed")
+            error = test_op_checks.refusal(function, (options.get(a.name) for a in schema.arguments))
             if not re.search(REFUSAL, str(error)):
                 found.append(f"{argument.name}: {error!r}")
     return found
 
 
-# What a forward is given, its public function checks.
+# A forward's inputs are checked by its public function.
 @pytest.mark.parametrize("chosen", test_op_checks.NAMES, indirect=True)
 @pytest.mark.parametrize("entry", [e for e in test_op_checks.ENTRIES if not e.partition("-")[0].endswith("_fwd")])
 def test_an_op_refuses_each_tensor(entry, chosen):
-    room, function, inputs, _ = test_op_checks.ENTRIES[entry]
-    if (room == "mssa" and chosen == "composite" and "decode" not in entry) or (
-        room in ("lse", "linear") and chosen != "composite"
+    package, function, inputs, _ = test_op_checks.ENTRIES[entry]
+    if (package == "mssa" and chosen == "composite" and "decode" not in entry) or (
+        package in ("lse", "linear") and chosen != "composite"
     ):
         pytest.skip("needs a backend that has this op")
     schema = getattr(torch.ops.crate_kernels, entry.partition("-")[0]).default._schema
@@ -107,16 +107,16 @@ def test_a_repeated_call_refuses_each_input_and_gradient(name, how):
     call, make = known(name)
     for i in range(len(make())):
         with torch.no_grad():
-            given = list(make())
-            corrupt(given[i], how)
+            inputs = list(make())
+            corrupt(inputs[i], how)
             with pytest.raises(ValueError, match=REFUSAL):
-                call(*given)
+                call(*inputs)
         for of in ("input", "gradient"):
-            given = [t.requires_grad_() for t in make()]
-            out = call(*given)
+            inputs = [t.requires_grad_() for t in make()]
+            out = call(*inputs)
             out = out[0] if isinstance(out, tuple) else out
             dout = torch.ones_like(out)
-            corrupt(given[i].detach() if of == "input" else dout, how)
+            corrupt(inputs[i].detach() if of == "input" else dout, how)
             with pytest.raises(ValueError, match=REFUSAL):
                 out.backward(dout)
 
@@ -127,8 +127,8 @@ def test_a_repeated_call_refuses_an_output_that_was_freed(name):
     call, make = call_of(name)
     for seed in range(3):
         both(call, make(seed=seed))
-    given = [t.requires_grad_() for t in make()]
-    found = call(*given)
+    inputs = [t.requires_grad_() for t in make()]
+    found = call(*inputs)
     out, kept = (found, found) if name == "mssa" else found
     kept.detach().untyped_storage().resize_(0)
     with pytest.raises(ValueError, match=REFUSAL):
@@ -136,16 +136,16 @@ def test_a_repeated_call_refuses_an_output_that_was_freed(name):
 
 
 @pytest.mark.parametrize("chosen", test_op_checks.NAMES, indirect=True)
-@pytest.mark.parametrize("held", ["data", "energy", "weighted", "mass", "lengths"])
-def test_a_step_refuses_a_cache_that_was_freed(held, chosen):
+@pytest.mark.parametrize("name", ["data", "energy", "weighted", "mass", "lengths"])
+def test_a_step_refuses_a_cache_that_was_freed(name, chosen):
     w = torch.randn(2, 3, 1, 16)
-    if held == "data":
+    if name == "data":
         cache, call = ck.SubspaceCache(2, 3, 7, 16), partial(ck.mssa, w)
     else:
         cache, call = ck.TokenStatsCache(2, 3, 16), partial(ck.tssa, w, torch.ones(3))
     step = partial(call, causal=True, cache=cache, backend=chosen)
     for _ in range(3):
         step()
-    getattr(cache, held).untyped_storage().resize_(0)
-    with pytest.raises((ValueError, RuntimeError), match=rf"{held} {REFUSAL}"):
+    getattr(cache, name).untyped_storage().resize_(0)
+    with pytest.raises((ValueError, RuntimeError), match=rf"{name} {REFUSAL}"):
         step()

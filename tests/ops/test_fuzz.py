@@ -1,6 +1,6 @@
 """Drawn calls of every operator against float64: shapes, layouts, dtypes, masks and options that nobody thought of.
 
-A few dozen a backend; ``make fuzz`` draws thousands, judged by equations of its own.
+A few dozen a backend; ``make fuzz`` draws thousands, judged by separate equations.
 
 Precision is what the named cases hold a backend to. Among hundreds of drawn ones are some where eager happens to be
 exact (one token, or a sum that comes out to the last bit), so here an output is wrong if it lacks half the digits

@@ -91,17 +91,17 @@ def test_any_byte_of_a_mask_but_zero_keeps_a_new_token(op, backend, device):
     "blocks", seldom({"steps": [1, 1], "blocks": [7, 5], "long-blocks": [9, 3]}, "steps", "blocks")
 )
 def test_caches(op, backend, device, blocks, lay):
-    """A user may keep what a cache holds in tables of their own."""
+    """A user may store a cache's tensors in other tables."""
     results = []
     for laid in (lambda t: t, lay):
-        cache, held = new_cache(op, device=device), []
+        cache, results_of_steps = new_cache(op, device=device), []
         for name in ("data", "lengths") if op == "mssa" else ("energy", "weighted", "mass", "lengths"):
             setattr(cache, name, laid(getattr(cache, name)))
         for step, seqlen in enumerate(blocks):
             mask = torch.arange(seqlen) < torch.tensor([[seqlen], [seqlen], [max(seqlen - 2, 1)]])
             mask = laid(mask.to(device)) if step else None
-            held += attend(op, tokens(seqlen, device=device, seed=step), backend, cache, mask)
-        results.append([*held, *contents(cache)])
+            results_of_steps += attend(op, tokens(seqlen, device=device, seed=step), backend, cache, mask)
+        results.append([*results_of_steps, *contents(cache)])
     # PyTorch may multiply strided keys in another order.
     torch.testing.assert_close(*results)
 

@@ -43,16 +43,16 @@ EACH = [
 def test_the_sign_is_applied(op, backend, device):
     tensors = inputs(op, device)
 
-    def call(*given):
-        return CALLS[op](*given, backend=backend)
+    def call(*arguments):
+        return CALLS[op](*arguments, backend=backend)
 
     once = interpreted(backend, device)
     with torch.no_grad():
         expected = call(*tensors)
         for i in range(len(tensors)):
-            given = [lazy(t) if n == i else t for n, t in enumerate(tensors)]
+            arguments = [lazy(t) if n == i else t for n, t in enumerate(tensors)]
             for _ in range(1 if once else 3):  # later calls may repeat a plan
-                torch.testing.assert_close(call(*given), expected)
+                torch.testing.assert_close(call(*arguments), expected)
     dout = randn(*expected.shape, seed=3).to(expected)
     found = []
     for sign in (torch.clone, lazy):

@@ -37,7 +37,7 @@ def known(request, tmp_path):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Return the backends that computed, in turn, where no plan did."""
+    """Return the backends that computed, in order, where no plan did."""
     names, attempt, attend = [], backends.attempt, composite.mssa
 
     def noted(op, function, name, *rest):
@@ -75,8 +75,8 @@ def test_a_backward_counts_whichever_input_wants_a_gradient(further, known, ran,
     call, make = known
     tensors = [*make(seqlen=SEQLEN), *further.values()]
     for leaf in tensors:
-        given = [t.detach().requires_grad_(t is leaf) for t in tensors]
-        call(*given[:2], **dict(zip(further, given[2:], strict=True))).sum().backward()
+        inputs = [t.detach().requires_grad_(t is leaf) for t in tensors]
+        call(*inputs[:2], **dict(zip(further, inputs[2:], strict=True))).sum().backward()
     assert {*ran} == {"composite"}
 
 

@@ -1,4 +1,4 @@
-"""A backward pass is told which outputs have no gradient: None, in place of zeros as large as what the call keeps."""
+"""A backward pass gets None for outputs without a gradient, in place of zeros as large as what the call keeps."""
 
 import pytest
 import torch
@@ -43,17 +43,17 @@ CASES = {
 
 @pytest.mark.parametrize(("function", "run", "which", "missing"), CASES.values(), ids=CASES)
 def test_a_missing_gradient_is_none_and_makes_no_zeros(function, run, which, missing, monkeypatch):
-    given, backward = [], function.backward
+    missing_grads, backward = [], function.backward
 
-    def told(ctx, *grads):
-        given.append([g is None for g in grads])
+    def recording(ctx, *grads):
+        missing_grads.append([g is None for g in grads])
         return backward(ctx, *grads)
 
-    monkeypatch.setattr(function, "backward", staticmethod(told))
+    monkeypatch.setattr(function, "backward", staticmethod(recording))
     w, expected = (randn(2, 3, 9, 8, dtype=torch.float32).requires_grad_() for _ in range(2))
     out, reference = run(w, which, "cpp"), run(expected, which, "reference")
     dout = randn(*out.shape, seed=2, dtype=out.dtype)
     out.backward(dout)
     reference.backward(dout)
-    assert given == [missing]
+    assert missing_grads == [missing]
     torch.testing.assert_close(w.grad, expected.grad)

@@ -34,8 +34,8 @@ def test_packed_sequences_do_not_see_what_others_hold(op, causal, backend, devic
     w = randn(sum(LENGTHS), NHEADS, HEAD_DIM, dtype=torch.float32, device=device)
     sequence = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).to(device)
     others, results = sequence % 2 == 0, []
-    for held in (0.0, torch.nan):
-        tokens = torch.where(others[:, None, None], w, held)
+    for value in (0.0, torch.nan):
+        tokens = torch.where(others[:, None, None], w, value)
         found = outputs_and_gradients(lambda x: attend(op, x, backend, **packing), tokens)
         results.append([x[others] for x in found])
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
@@ -45,9 +45,9 @@ def test_packed_sequences_do_not_see_what_others_hold(op, causal, backend, devic
 def test_sequences_of_a_batch_do_not_see_what_others_hold(op, causal, backend, device):
     w = randn(3, NHEADS, 33, HEAD_DIM, dtype=torch.float32, device=device)
     results = []
-    for held in (0.0, torch.inf):
+    for value in (0.0, torch.inf):
         tokens = w.clone()
-        tokens[1] = held
+        tokens[1] = value
         found = outputs_and_gradients(lambda x: attend(op, x, backend, causal=causal), tokens)
         results.append([x[::2] for x in found])
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)

@@ -17,13 +17,13 @@ PASSES = {
     "ista": ["forward", "backward"],
     "ista_overcomplete": ["forward_overcomplete", "backward_overcomplete"],
 }
-ROOM = {"tssa-causal": "tssa", "ista_overcomplete": "ista"}
+PACKAGE = {"tssa-causal": "tssa", "ista_overcomplete": "ista"}
 PUBLIC = {form: form.partition("-")[0] for form in PASSES}  # the function that a user calls
 # bf16 for ista's backward and many tokens for decoding: composite is as fast there as cpp, and is taken for None.
 CALLS = [
     pytest.param(form, *p.values, id=f"{form}-{p.id}", marks=p.marks)
     for form in PASSES
-    for p in backends(ROOM.get(form, form), reference=False)
+    for p in backends(PACKAGE.get(form, form), reference=False)
     if (form, p.values[0]) != ("mssa", "composite")  # composite's mssa stays outside the op
 ]
 DECODERS = [
@@ -36,7 +36,7 @@ DECODERS = [
 def call(form, backend):
     """Return a function of tokens (2, 3, 12, 8) that calls the form's public function."""
     if form in FULL:
-        function, own = getattr(crate_kernels, ROOM.get(form, form)), FULL[form]
+        function, own = getattr(crate_kernels, PACKAGE.get(form, form)), FULL[form]
         return lambda w: function(w, *([torch.ones(3).to(w)] if form != "mssa" else []), **own, backend=backend)
     width = 8 if form == "ista" else 16
     function = getattr(crate_kernels, form)
@@ -70,7 +70,7 @@ def module(op, backend, device):
 
 @pytest.fixture
 def preferred(monkeypatch):
-    """Return a function that makes a backend the one that None chooses, as it is on its own machines."""
+    """Return a function that makes a backend the one that None chooses, as it is on its machines."""
     return lambda backend, device: monkeypatch.setitem(_backend._PREFERENCE, device, (backend,))
 
 
@@ -85,7 +85,7 @@ def test_a_named_backend_runs_forward_and_backward(form, backend, device, dtype,
     w = randn(2, 3, 12, 8, dtype=dtype, device=device)
     outputs_and_gradients(function, w)
     outputs_and_gradients(lambda w: function(w) + function(w.detach()), w)  # again without a graph
-    here = module(ROOM.get(form, form), backend, device)
+    here = module(PACKAGE.get(form, form), backend, device)
     forward, backward = PASSES[form]
     assert [entry for entry in ran if entry[0] != here] == []
     assert [name for _, name in ran] == [forward, backward, forward, forward, backward]
@@ -126,7 +126,7 @@ def test_none_is_the_preferred_backend_through_the_op(form, backend, device, ran
     expected = outputs_and_gradients(call(form, backend), w)
     ran.clear()
     torch.testing.assert_close(outputs_and_gradients(call(form, None), w), expected, rtol=0, atol=0)
-    assert ran == [(module(ROOM.get(form, form), backend, device), name) for name in PASSES[form]]
+    assert ran == [(module(PACKAGE.get(form, form), backend, device), name) for name in PASSES[form]]
 
 
 class Picky:
@@ -141,11 +141,11 @@ class Picky:
 
 @pytest.mark.parametrize("form", [form for form in PASSES if form != "mssa"])
 def test_what_a_kernel_refuses_composite_takes_for_none_alone(form, monkeypatch):
-    room = ROOM.get(form, form)
+    package = PACKAGE.get(form, form)
     picky = _backend.Backend("picky", "crate_kernels.ops.{op}.composite", ("cpu",), (torch.float32,))
     monkeypatch.setitem(_backend._BACKENDS, "picky", picky)
-    monkeypatch.setitem(_backend._has_kernel, (room, "picky"), True)
-    monkeypatch.setitem(_backend._kernels, (room, "picky"), Picky())
+    monkeypatch.setitem(_backend._has_kernel, (package, "picky"), True)
+    monkeypatch.setitem(_backend._kernels, (package, "picky"), Picky())
     w = randn(2, 3, 12, 8, dtype=torch.float32)
     refusal = f"^{PUBLIC[form]}: backend='picky' takes shorter tokens, got long ones; use"
     with pytest.raises(NotImplementedError, match=refusal):
@@ -167,11 +167,11 @@ class Exhausted:
 
 @pytest.mark.parametrize("form", [form for form in PASSES if form != "mssa"])
 def test_an_error_in_an_ops_body_names_the_function_that_was_called(form, monkeypatch):
-    room, w = ROOM.get(form, form), randn(2, 3, 12, 8, dtype=torch.float32)
-    monkeypatch.setitem(_backend._kernels, (room, "composite"), Exhausted())
+    package, w = PACKAGE.get(form, form), randn(2, 3, 12, 8, dtype=torch.float32)
+    monkeypatch.setitem(_backend._kernels, (package, "composite"), Exhausted())
     with pytest.raises(MemoryError, match=f"^{PUBLIC[form]}: backend='composite' ran out of memory"):
         call(form, "composite")(w)
-    monkeypatch.setitem(_backend._kernels, (room, "composite"), object())
+    monkeypatch.setitem(_backend._kernels, (package, "composite"), object())
     with pytest.raises(RuntimeError, match=f"^{PUBLIC[form]}: no kernel takes cpu tensors of torch.float32 here"):
         call(form, "composite")(w)
 

@@ -1,4 +1,4 @@
-"""What the ops are given: autograd and caches hand back tensors that may have changed. Each wrong one is refused."""
+"""Ops refuse wrong tensors: those that autograd and caches hand back may have changed."""
 
 import re
 
@@ -80,9 +80,9 @@ def full(packed=False):
 
 
 def causal(packed=False):
-    given = {**tssa(packed), "causal": True, "energy": None, "moment": None, "sums_every": 1 if packed else 2}
-    options = TSSACall(**{name: given[name] for name in ("cu_seqlens", "max_seqlen", "sums_every")})
-    return {**given, "sums": options.empty_sums(given["w"]).zero_()}
+    changes = {**tssa(packed), "causal": True, "energy": None, "moment": None, "sums_every": 1 if packed else 2}
+    options = TSSACall(**{name: changes[name] for name in ("cu_seqlens", "max_seqlen", "sums_every")})
+    return {**changes, "sums": options.empty_sums(changes["w"]).zero_()}
 
 
 def tssa_cache():
@@ -96,10 +96,10 @@ def tssa_cache():
 def mssa_cache():
     tokens = (BATCH, NHEADS, NEW, HEAD_DIM)
     data = floats(BATCH, NHEADS, 7, HEAD_DIM)
-    held = {"data": data, "lengths": torch.full((BATCH,), 3, dtype=torch.int32), "bound": 3, "uniform": True}
+    state = {"data": data, "lengths": torch.full((BATCH,), 3, dtype=torch.int32), "bound": 3, "uniform": True}
     own = {"w": floats(*tokens), "out": floats(*tokens), "lse": floats(BATCH, NHEADS, NEW), "need_lse": True}
     mask = torch.ones(BATCH, NEW, dtype=torch.bool)
-    return {**held, **own, "key_padding_mask": mask, "scale": 0.25, "part": None, "statistics": None}
+    return {**state, **own, "key_padding_mask": mask, "scale": 0.25, "part": None, "statistics": None}
 
 
 def rectangular():
@@ -236,8 +236,8 @@ def accepted(function, schema, values, good):
                 continue
             args = copied({**values, argument.name: changed}.get(a.name) for a in schema.arguments)
             error = refusal(function, args)
-            told = isinstance(error, (RuntimeError, ValueError)) and SAYS.search(str(error))
-            if error is None or (changed is not None and not told):
+            explained = isinstance(error, (RuntimeError, ValueError)) and SAYS.search(str(error))
+            if error is None or (changed is not None and not explained):
                 found.append(f"{argument.name} {name}: {error!r}")
     return found
 
@@ -260,11 +260,11 @@ NAMES = sorted({*kernels("mssa"), "composite", *(() if backends._INTERPRETED els
 @pytest.mark.parametrize("chosen", NAMES, indirect=True)
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_an_op_refuses_each_wrong_tensor(entry, chosen):
-    room, function, inputs, good = ENTRIES[entry]
+    package, function, inputs, good = ENTRIES[entry]
     schema = getattr(torch.ops.crate_kernels, entry.partition("-")[0]).default._schema
     values = {**inputs(), "backend": chosen}
-    if (room == "mssa" and chosen == "composite" and "decode" not in entry) or (
-        room in ("lse", "linear") and chosen != "composite"
+    if (package == "mssa" and chosen == "composite" and "decode" not in entry) or (
+        package in ("lse", "linear") and chosen != "composite"
     ):
         pytest.skip("needs a backend that has this op")
     function(*copied(values.get(a.name) for a in schema.arguments))  # as it is, the call is good
@@ -330,7 +330,7 @@ def change(t, how):
 @pytest.mark.parametrize("name", CALLS)
 def test_an_input_that_is_replaced_between_the_passes_is_refused(name, chosen, how):
     if name.startswith("mssa") and chosen == "composite":
-        pytest.skip("needs a backward of ours: PyTorch's attention keeps a view of its own")
+        pytest.skip("needs a backward of ours: PyTorch's attention keeps another view")
     function, inputs = CALLS[name]
     for i in range(min(len(inputs), 2)):  # of a bias the call keeps a part
         leaves = [t.clone().requires_grad_() for t in inputs]

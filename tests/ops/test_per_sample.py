@@ -75,7 +75,7 @@ def one_by_one(loss, tensors, in_dims):
     return tuple(map(torch.stack, zip(*rows, strict=True)))
 
 
-def given(tensors, in_dims):
+def moved_dims(tensors, in_dims):
     return [t if dim == 0 else t[0] for t, dim in zip(tensors, in_dims, strict=True)]
 
 
@@ -83,7 +83,7 @@ def given(tensors, in_dims):
 def test_gradients_of_samples_with_shared_parameters(name, backend):
     loss, tensors, places = losses(name, backend)
     in_dims = (0, *(None for _ in tensors[1:]))
-    found = vmap(grad(loss, places), in_dims)(*given(tensors, in_dims))
+    found = vmap(grad(loss, places), in_dims)(*moved_dims(tensors, in_dims))
     torch.testing.assert_close(found, one_by_one(loss, tensors, in_dims))
 
 
@@ -98,7 +98,7 @@ def test_gradients_of_samples_with_parameters_of_their_own(name, backend):
 def test_gradients_of_parameters_over_shared_tokens(name, backend):
     loss, tensors, places = losses(name, backend)
     in_dims = (None, *(0 for _ in tensors[1:]))
-    found = vmap(grad(loss, places), in_dims)(*given(tensors, in_dims))
+    found = vmap(grad(loss, places), in_dims)(*moved_dims(tensors, in_dims))
     torch.testing.assert_close(found, one_by_one(loss, tensors, in_dims))
 
 
@@ -111,11 +111,11 @@ def test_one_call_serves_the_samples_of_shared_parameters(name, monkeypatch):
     monkeypatch.setattr(
         core, "run", lambda *a, **k: (sizes.append(0 if a[4] is None else a[4].numel()), run(*a, **k))[1]
     )
-    vmap(loss, in_dims)(*given(tensors, in_dims))
+    vmap(loss, in_dims)(*moved_dims(tensors, in_dims))
     assert len(sizes) == 1
     assert name == "ista-one-token" or sizes == [tensors[0].numel()]
     sizes.clear()
-    vmap(grad(loss), in_dims)(*given(tensors, in_dims))
+    vmap(grad(loss), in_dims)(*moved_dims(tensors, in_dims))
     assert len(sizes) == 1 + (1 if name in ONE_BACKWARD else len(W))
 
 

@@ -1,4 +1,4 @@
-"""Plans in threads: of users, who call at once, and of autograd, which runs backward passes in its own."""
+"""Plans in threads: of users, who call at once, and of autograd, which runs backward passes."""
 
 import threading
 from functools import partial
@@ -13,7 +13,7 @@ from tests.tools.plans.replay import same_bits
 
 pytestmark = NEEDS_PLANS
 OPS = ("mssa", "tssa", "tssa-causal", "ista")
-_DEPTH = 61  # of backward passes within one another, from which on autograd takes threads of its own
+_DEPTH = 61  # of backward passes within one another, from which on autograd takes other threads
 
 
 def at_once(*functions):

@@ -246,13 +246,13 @@ def test_named_cases_leave_plans(case):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recording.Recorder, "words", noted)
         for _ in range(2):
-            given = leaves(case)
+            inputs = leaves(case)
             try:
-                result = getattr(ck, case.op)(**given.differentiable, **given.others, **case.options, backend="cpp")
+                result = getattr(ck, case.op)(**inputs.differentiable, **inputs.others, **case.options, backend="cpp")
             except NotImplementedError:
                 pytest.skip("needs a kernel of cpp for this case")
             first = result[0] if isinstance(result, tuple) else result
-            torch.autograd.grad(first.sum(), list(given.differentiable.values()), allow_unused=True)
+            torch.autograd.grad(first.sum(), list(inputs.differentiable.values()), allow_unused=True)
     assert refused == []
 
 

@@ -34,7 +34,7 @@ def test_integers_and_meta_tensors_are_left_alone():
 
 
 def test_contexts_of_a_device_hold_afterwards():
-    """In its own process: PyTorch lists the allocators for them once, and 2.15's compiler asks for the list."""
+    """In a separate process: PyTorch lists the allocators for them once, and 2.15's compiler asks for the list."""
     lines = (
         "import pytest, torch",
         "from tests.tools import fresh",

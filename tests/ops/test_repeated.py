@@ -182,7 +182,7 @@ def test_hooks_and_names_of_the_graph_are_the_same_on_a_repeated_call(name):
     for seed in range(4):
         tensors = [t.requires_grad_() for t in make(seed=seed)]
         tensors[0].register_hook(lambda grad: seen.append("tensor"))
-        found, out = hits(lambda given=tensors: call(*given))
+        found, out = hits(lambda inputs=tensors: call(*inputs))
         names.add((out.grad_fn.name(), tuple(type(node).__name__ for node, _ in out.grad_fn.next_functions if node)))
         out.grad_fn.register_prehook(lambda grads: seen.append(f"before {len(grads)}"))
         out.grad_fn.register_hook(lambda grads, _: seen.append("after"))
@@ -247,13 +247,13 @@ def test_schemas_and_fakes_of_both_ops_hold_on_a_repeated_call(name):
     with Seen() as mode:
         both(call, make())
     for op, args in mode.ops:
-        given = [t.detach().clone() if isinstance(t, torch.Tensor) else t for t in args]
+        inputs = [t.detach().clone() if isinstance(t, torch.Tensor) else t for t in args]
         with torch.no_grad():
             for _ in range(2):
-                op(*given)
-            found, _ = hits(lambda op=op, given=given: op(*given))
+                op(*inputs)
+            found, _ = hits(lambda op=op, inputs=inputs: op(*inputs))
         assert found == 1
-        opcheck(op, tuple(given), test_utils=("test_schema", "test_faketensor"))
+        opcheck(op, tuple(inputs), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_the_op_itself_is_unchanged_on_a_repeated_call():

@@ -156,11 +156,11 @@ def test_tokens_of_a_wrong_kind_are_refused_under_autocast(name, kind):
 def test_a_half_dictionary_is_taken_as_float32_on_a_repeated_call(name, tokens, half):
     call, make = call_of(name)
     x, weight = make(seed=3)
-    given = x.to(tokens), weight.to(half)
+    operands = x.to(tokens), weight.to(half)
     others = [(x.to(dtype), weight.to(dtype)) for dtype in (tokens, half)]
-    expected = [checked(under(call), tensors) for tensors in (given, *others)]
+    expected = [checked(under(call), tensors) for tensors in (operands, *others)]
     for _ in range(4):
-        for tensors, results in zip((given, *others), expected, strict=True):
+        for tensors, results in zip((operands, *others), expected, strict=True):
             same(both(under(call), tensors), results)
 
 

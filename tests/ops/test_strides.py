@@ -1,4 +1,4 @@
-"""What compilers are told of an output is what it is, whatever the strides of the inputs; and no output is a view."""
+"""An output has the strides that compilers expect, whatever those of the inputs; no output is a view."""
 
 import itertools
 
@@ -154,11 +154,11 @@ def test_outputs_are_as_their_fakes_say(name, backend, shape, lay):
             except StopIteration:
                 break
             with fakes:
-                told = described(
+                declared = described(
                     op(*(fakes.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args), *named)
                 )
             with torch.no_grad():
                 result = getattr(torch.ops.crate_kernels, op.__name__).default(*args, *named)
-            if described(result) != told or not all(t._base is None for t in outputs(result)):
-                wrong.append((op.__name__, other, described(result), told))
+            if described(result) != declared or not all(t._base is None for t in outputs(result)):
+                wrong.append((op.__name__, other, described(result), declared))
     assert wrong == []

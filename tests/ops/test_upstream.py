@@ -73,5 +73,5 @@ def test_gradients_do_not_depend_on_the_layout_of_an_upstream_gradient(name, bac
                 outputs = outputs if isinstance(outputs, tuple) else (outputs,)
                 upstream = [lay(randn(*out.shape, seed=seed, dtype=out.dtype)) for seed, out in enumerate(outputs, 1)]
                 dense = [one.contiguous() for one in upstream]
-                actual, expected = (gradients(call, w, given, backend) for given in (upstream, dense))
+                actual, expected = (gradients(call, w, grad_out, backend) for grad_out in (upstream, dense))
                 torch.testing.assert_close(actual, expected, **({} if rounded else EQUAL))

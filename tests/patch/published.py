@@ -172,7 +172,7 @@ class PrintedISTA(FeedForward):
 
 
 class TiedOvercomplete(nn.Module):
-    """Causal CRATE, overcomplete: the dictionary transposed, and its own decoder."""
+    """Causal CRATE, overcomplete: the dictionary transposed, and a separate decoder."""
 
     def __init__(self, dim=DIM, ratio=4):
         super().__init__()

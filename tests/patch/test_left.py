@@ -77,11 +77,11 @@ class ChannelsLastTSSA(VisionTSSA):
 
 class TemperatureUnused(VisionTSSA):
     def forward(self, x):
-        held, self.temp = self.temp, nn.Parameter(torch.ones_like(self.temp))
+        original, self.temp = self.temp, nn.Parameter(torch.ones_like(self.temp))
         try:
             return super().forward(x)
         finally:
-            self.temp = held
+            self.temp = original
 
 
 class BiasUnused(CausalTSSA):
@@ -255,11 +255,11 @@ class Constant(FeedForward):
     """Was made with the threshold that it computes with, and never reads it."""
 
     def forward(self, x):
-        held, self.lambd = self.lambd, 0.1
+        original, self.lambd = self.lambd, 0.1
         try:
             return super().forward(x)
         finally:
-            self.lambd = held
+            self.lambd = original
 
 
 class Residual(Overcomplete):

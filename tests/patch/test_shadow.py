@@ -20,15 +20,15 @@ def doubled(name, tensor):
 def test_a_shadow_shares_nothing_that_a_forward_changes():
     child = nn.Linear(2, 2)
     module = nn.ModuleDict({"a": child, "b": child, "drop": nn.Dropout(0.5), "drop2": nn.Dropout(0.25)})
-    module.held, module.kept, module.plain = [1], torch.ones(2), "word"
+    module.entries, module.kept, module.plain = [1], torch.ones(2), "word"
     module.register_buffer("none", None)
     copied = shadow.shadow_of(module, doubled, False, itertools.count(0.125, 0.125))
     assert type(copied) is nn.ModuleDict
     assert copied["a"] is copied["b"]
     assert copied["a"] is not child
     torch.testing.assert_close(copied["a"].weight, 2 * child.weight.detach())
-    assert (copied.held, copied.plain, copied.none) == ([1], "word", None)
-    assert copied.held is not module.held
+    assert (copied.entries, copied.plain, copied.none) == ([1], "word", None)
+    assert copied.entries is not module.entries
     assert torch.equal(copied.kept, 2 * module.kept)
     assert (copied["drop"].p, copied["drop2"].p) == (0.125, 0.25)
     assert (module["drop"].p, module["drop2"].p) == (0.5, 0.25)
@@ -46,9 +46,9 @@ CHANGES = {
     "buffer": (lambda m: m.running.add_(1), False),
     "in a child": (lambda m: setattr(m.child, "count", 1), False),
     "child gone": (lambda m: m._modules.pop("child"), False),
-    "list": (lambda m: m.held.append(2), False),
-    "inside a list": (lambda m: m.held.__setitem__(0, {"a": torch.zeros(2)}), False),
-    "key": (lambda m: m.held[0].__setitem__("b", 1), False),
+    "list": (lambda m: m.entries.append(2), False),
+    "inside a list": (lambda m: m.entries.__setitem__(0, {"a": torch.zeros(2)}), False),
+    "key": (lambda m: m.entries[0].__setitem__("b", 1), False),
     "not a number stays": (lambda m: setattr(m, "number", torch.full((2,), torch.nan)), True),
 }
 
@@ -58,7 +58,7 @@ def test_what_a_forward_changed_is_seen(change, same):
     def made():
         module = nn.Module()
         module.register_buffer("running", torch.zeros(2))
-        module.count, module.held, module.number = 3, [{"a": torch.ones(2)}], torch.full((2,), torch.nan)
+        module.count, module.entries, module.number = 3, [{"a": torch.ones(2)}], torch.full((2,), torch.nan)
         module.child = nn.Module()
         module.child.loop = module.child
         return module

@@ -41,7 +41,7 @@ class Flash(nn.Module):
 
 
 class Plain(nn.Module):
-    """A scale of its own, the softmax as a function, a triangle for the mask, and no output projection."""
+    """A scale that is computed, the softmax as a function, a triangle for the mask, and no output projection."""
 
     def __init__(self, causal=False):
         super().__init__()

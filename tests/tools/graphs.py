@@ -1,6 +1,6 @@
 """A stand-in for CUDA graphs on CPU tensors: what a capture calls is noted, and done when the graph is replayed.
 
-As in a capture on a GPU, nothing is computed in one: tensors that were there keep what they held, results hold NaN
+As in a capture on a GPU, nothing is computed in one: tensors that were there keep their values, results hold NaN
 until a replay, numbers of the host are those of the capture, and a read of a value on the host is an error.
 """
 
@@ -59,25 +59,25 @@ class _Capture(TorchDispatchMode):
         if function in _READS:
             raise RuntimeError(f"{function}: operation not permitted when stream is capturing")
         kwargs = kwargs or {}
-        given = _tensors(args, kwargs)
-        for t in given:
-            held = t.untyped_storage()
-            if held.data_ptr() not in self.own and held.data_ptr() not in self.before:
-                self.before[held.data_ptr()] = held, held.clone()
+        inputs = _tensors(args, kwargs)
+        for t in inputs:
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in self.own and storage.data_ptr() not in self.before:
+                self.before[storage.data_ptr()] = storage, storage.clone()
         results = function(*args, **kwargs)
         for t in _tensors(results):
-            held = t.untyped_storage()
-            if held.data_ptr() not in self.before:
-                self.own[held.data_ptr()] = held
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in self.before:
+                self.own[storage.data_ptr()] = storage
         self.graph.calls.append((function, args, kwargs, results))
         return results
 
     def end(self):
         """Undo what the calls did."""
-        for held, content in self.before.values():
-            held.copy_(content)
-        for held in self.own.values():
-            held.copy_(torch.full((held.nbytes(),), 0xFF, dtype=torch.uint8).untyped_storage())
+        for storage, content in self.before.values():
+            storage.copy_(content)
+        for storage in self.own.values():
+            storage.copy_(torch.full((storage.nbytes(),), 0xFF, dtype=torch.uint8).untyped_storage())
 
 
 @contextmanager

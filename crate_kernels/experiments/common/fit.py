@@ -234,8 +234,8 @@ class _Saved(NamedTuple):
     @classmethod
     def of(cls, fit: Fit, tensors: dict[str, Tensor]) -> _Saved:
         """Sort the tensors of a checkpoint; raise ValueError or KeyError if they do not fit ``fit``."""
-        given = _with_prefix("model.", tensors)
-        weights = {name: given[first] for name, first in first_names(fit.model).items()}
+        prefixed = _with_prefix("model.", tensors)
+        weights = {name: prefixed[first] for name, first in first_names(fit.model).items()}
         check(fit.label, "model", fit.model, weights)
         moments: dict[int, dict[str, Tensor]] = {}
         parameters = [p for group in fit.optimizer.param_groups for p in group["params"]]

@@ -44,14 +44,14 @@ def run(trial: Trial, settings: DenoiseSettings) -> int:
         for mixture in settings.softmax:
             softmax.append(draws(mixture, exact, torch.float64))
 
-    rows, held = [], True
+    rows, followed = [], True
     for entry in theorem:
         mixture: Mixture = entry["mixture"]
         worst = torch.stack([departure(mixture, r) for r in entry["ratios"]]).amax(0)
         rough_worst = torch.stack([departure(mixture, r) for r in entry["kernel"]]).amax(0)
         entry["departure"], entry["kernel_departure"] = worst.tolist(), rough_worst.tolist()
         entry["holds"] = bool((worst[: mixture.exact + 1] <= _ROUNDING).all())
-        held &= entry["holds"]
+        followed &= entry["holds"]
         growth = 1 + mixture.eta * mixture.threshold if mixture.threshold else 1.0
         name = f"threshold {mixture.threshold}, N={mixture.tokens}, K={mixture.clusters}, p={mixture.rank}"
         measured = _growth(entry["ratios"][:, : mixture.exact + 1])
@@ -71,14 +71,14 @@ def run(trial: Trial, settings: DenoiseSettings) -> int:
         )
         rows.append(["  growth in all", f"{last / first:.2f}", f"{means[-1] / means[0]:.2f}"])
     trial.compare(rows)
-    if not held:
+    if not followed:
         trial.say(f"Theorem 3.1 is NOT followed to rounding ({_ROUNDING}) where its conditions should hold")
     trial.write(
         {"theorem": _draw_theorem(theorem, rough), "softmax": _draw_softmax(settings.softmax, softmax)},
         _numbers(theorem, settings, softmax),
         settings,
     )
-    return 0 if held else 1
+    return 0 if followed else 1
 
 
 def _growth(ratios: Tensor) -> str:

@@ -32,7 +32,7 @@ def run(trial: Trial, settings: ICLSettings) -> int:
         floors = {"least squares": prompts.errors(prompts.least_squares(xs, ys), ys, variance)}
         if task == "sparse":
             guesses = prompts.knowing_the_support(xs, ys, weights)
-            floors["least squares, told which weights count"] = prompts.errors(guesses, ys, variance)
+            floors["least squares on the weights that count"] = prompts.errors(guesses, ys, variance)
         fits = {name: _fit(trial, settings, task, name, (xs, ys), variance) for name in models(settings)}
         for fit in fits.values():
             train(fit, trial)

@@ -173,7 +173,7 @@ def _draw_learning(fit: Fit, blank: float, probes: dict[str, float]) -> Figure:
         colour = GREY if name == "pixels" else SKY if "untrained" in name else BLUE
         bars.barh(index, value, color=colour)
         bars.text(value, index, f" {value:.3f}", va="center", fontsize=8)
-    # Room beyond 1 for the number beside the bar.
+    # Space beyond 1 for the number beside the bar.
     bars.set(xlabel="test accuracy of a linear probe", xlim=(0, 1.12), xticks=[0, 0.2, 0.4, 0.6, 0.8, 1])
     bars.set(yticks=range(len(probes)))
     bars.set_yticklabels(list(probes), fontsize=8)

@@ -40,11 +40,11 @@ def accuracy(
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    held = np.arange(len(train)) % _HELD_OUT == 0
+    validation = np.arange(len(train)) % _HELD_OUT == 0
     search: Any = GridSearchCV(
         make_pipeline(StandardScaler(), LogisticRegression(max_iter=200)),
         {"logisticregression__C": [1 / strength for strength in settings.strengths]},
-        cv=PredefinedSplit(np.where(held, 0, -1)),
+        cv=PredefinedSplit(np.where(validation, 0, -1)),
     )
     with warnings.catch_warnings():
         # An early stop only lowers the accuracy, and the accuracy is reported.

@@ -226,7 +226,7 @@ def _one_cache(owner: str, cache: Any, others: dict[str, Any]) -> Any:
     other = others.pop("past_key_values", None)
     if cache is not None and other is not None:
         raise TypeError(f"{owner}: give either cache or past_key_values, which are the same")
-    if old and _CACHE == "cache" and not torch.compiler.is_compiling():  # as transformers does, by its own text
+    if old and _CACHE == "cache" and not torch.compiler.is_compiling():  # as transformers does, with its text
         end = f"is deprecated and will be removed in version 5.40.0 for `{owner}.forward`. Use `cache` instead."
         warnings.warn(f"`past_key_values` {end}", FutureWarning, stacklevel=2)
     for name, value in others.items():

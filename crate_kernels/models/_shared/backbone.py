@@ -37,7 +37,7 @@ class BackboneLayout:
         blocks: list of the layers.
         embedding: regular expression of the names of the parameters before the first layer.
         stem: first linear layer or convolution.
-        after: list of the layers that follow the blocks and have features of their own; "" for none.
+        after: list of the layers that follow the blocks and have features too; "" for none.
         norm: norm before the head.
         classifier: last linear layer.
         prefix_tokens: number of tokens before the patches in the blocks.

@@ -165,7 +165,7 @@ def family(
 
 
 def say(text: str) -> None:
-    """Tell the user what a loaded model has that its checkpoint has not, or the other way round."""
+    """Warn of what a loaded model has that its checkpoint has not, or the other way round."""
     logging.getLogger("crate_kernels").warning("from_official: %s", text)
 
 

@@ -1,6 +1,6 @@
 """Save and load a model's folder: ``config.json`` and ``model.safetensors``.
 
-transformers writes the same folder for these models, with fields of its own in the config; its weights may be
+transformers writes the same folder for these models, with more fields in the config; its weights may be
 sharded over several files.
 """
 

@@ -194,7 +194,7 @@ class _Cuda(steps.Engine):
 
 
 def _like(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return memory for ``t`` in ``dtype``: its own if it has that dtype."""
+    """Return memory for ``t`` in ``dtype``: that of ``t`` if it has that dtype."""
     return t if t.dtype == dtype else torch.empty_like(t, dtype=dtype)
 
 
@@ -209,7 +209,7 @@ def engine(x: Tensor) -> steps.Engine:
 
 
 def is_few(x: Tensor, weight: Tensor, call: ISTACall) -> bool:
-    """Tell whether all products of a pass are made at once, in float32."""
+    """Return whether all products of a pass are made at once, in float32."""
     dim = weight.shape[0]
     if is_gpu(x.device) or not x.is_cpu:
         return False

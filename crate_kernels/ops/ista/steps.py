@@ -49,11 +49,11 @@ class Engine:
         return cast(tokens, dtype)
 
     def one_product(self, tokens: Tensor) -> bool:
-        """Tell whether the forward takes one product of the tokens, with K = W - W^T W, rather than two."""
+        """Return whether the forward takes one product of the tokens, with K = W - W^T W, rather than two."""
         return tokens.shape[0] >= tokens.shape[1]
 
     def one_product_back(self, tokens: Tensor, need_dx: bool, need_dweight: bool) -> bool:
-        """Tell whether the backward takes the one-product form.
+        """Return whether the backward takes the one-product form.
 
         It saves 3 products with the tokens and costs 2 of dim^3; for either gradient alone, 1 and 1.
         """

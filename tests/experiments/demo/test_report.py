@@ -1,4 +1,4 @@
-"""What is measured inside the model, and how it is told."""
+"""What is measured inside the model, and how it is printed."""
 
 from io import StringIO
 from types import SimpleNamespace
@@ -47,9 +47,9 @@ def test_attention_is_that_of_the_class_token_in_the_last_layer(model, small):
     assert seen.labels.tolist() == [7, 2]
     assert_equal(seen.predictions, model(small.test_images[first]).argmax(-1))
     w = keys[0].detach().unflatten(-1, (2, 8)).transpose(1, 2)
-    given = (8**-0.5 * w @ w.mT).softmax(-1)[:, :, 0]  # (digits, heads, tokens), class token first
-    torch.testing.assert_close(seen.itself, given[..., 0])
-    torch.testing.assert_close(seen.patches.flatten(2), given[..., 1:])
+    weights = (8**-0.5 * w @ w.mT).softmax(-1)[:, :, 0]  # (digits, heads, tokens), class token first
+    torch.testing.assert_close(seen.itself, weights[..., 0])
+    torch.testing.assert_close(seen.patches.flatten(2), weights[..., 1:])
 
 
 COST = compare.Cost(patch_size=2, tokens=17, batch_size=100, seconds=(2.0, 0.5), peak_bytes=(90 << 20, 30 << 20))
@@ -77,9 +77,9 @@ def test_what_is_printed_at_the_end(seconds, fused, tmp_path):
     assert [cell.strip() for cell in table[3].split("│")[1:-1]] == report.cost_rows([COST])[0]
     verdict, apart = ("agrees with", "0.0e+00") if fused[1] == 1 else ("DISAGREES with", "8.0e+00")
     assert same == f"Same model: the fused loss {verdict} the naive one over 2 steps, at most {apart} apart"
-    told = "layers 1 to 2, before to after training"
-    assert rates == f"White box: coding rate after MSSA, {told}: 10.1 to 20.1, 0.2 to 0.5"
-    assert nonzeros == f"White box: nonzeros after ISTA, {told}: 0.250 to 0.500, 0.010 to 0.021"
+    meaning = "layers 1 to 2, before to after training"
+    assert rates == f"White box: coding rate after MSSA, {meaning}: 10.1 to 20.1, 0.2 to 0.5"
+    assert nonzeros == f"White box: nonzeros after ISTA, {meaning}: 0.250 to 0.500, 0.010 to 0.021"
     took = "" if seconds is None else ", trained in 62 s"
     assert accuracy == f"Test accuracy 0.9877{took}; 3 nearest neighbours 0.8765"
 

@@ -1,4 +1,4 @@
-"""Every kind of kernel of ista compiles for every kind of GPU, within its limits; Hopper's has its own products."""
+"""Every kind of kernel of ista compiles for every kind of GPU, within its limits; Hopper's has other products."""
 
 import pytest
 import torch

@@ -64,10 +64,10 @@ def results(function, leaves, upstream):
 @pytest.mark.parametrize("rows", [(3, 5), (2,), (1, 0)], ids=["many", "few", "none"])
 @each_kind
 def test_a_step_is_what_users_write(kinds, rows, nonnegative, backend):
-    given = terms(DIM, kinds)
+    inputs = terms(DIM, kinds)
     x, weight = drawn(*rows, DIM, seed=1).requires_grad_(), (0.4 * drawn(DIM, DIM, seed=2)).requires_grad_()
-    leaves = [x, weight, *(t for t in given.values() if torch.is_tensor(t))]
-    options, upstream = {**given, "nonnegative": nonnegative}, drawn(*rows, DIM, seed=9)
+    leaves = [x, weight, *(t for t in inputs.values() if torch.is_tensor(t))]
+    options, upstream = {**inputs, "nonnegative": nonnegative}, drawn(*rows, DIM, seed=9)
     found = results(lambda: ista(x, weight, **options, backend=backend), leaves, upstream)
     assert_close(found, results(lambda: square(x, weight, **options), leaves, upstream))
 
@@ -75,13 +75,13 @@ def test_a_step_is_what_users_write(kinds, rows, nonnegative, backend):
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "decoder"])
 @each_kind
 def test_overcomplete_steps_are_what_users_write(kinds, tied):
-    given = terms(ATOMS, kinds)
+    inputs = terms(ATOMS, kinds)
     x, weight = drawn(3, 5, DIM, seed=1).requires_grad_(), (0.4 * drawn(DIM, ATOMS, seed=2)).requires_grad_()
     decoder = weight if tied else (0.4 * drawn(DIM, ATOMS, seed=7)).requires_grad_()
-    leaves = [x, weight, decoder, *(t for t in given.values() if torch.is_tensor(t))]
+    leaves = [x, weight, decoder, *(t for t in inputs.values() if torch.is_tensor(t))]
     upstream = drawn(3, 5, DIM, seed=9)
-    ours = results(lambda: ista_overcomplete(x, weight, None if tied else decoder, **given, steps=3), leaves, upstream)
-    assert_close(ours, results(lambda: overcomplete(x, weight, decoder, **given, steps=3), leaves, upstream))
+    ours = results(lambda: ista_overcomplete(x, weight, None if tied else decoder, **inputs, steps=3), leaves, upstream)
+    assert_close(ours, results(lambda: overcomplete(x, weight, decoder, **inputs, steps=3), leaves, upstream))
 
 
 @pytest.mark.parametrize("function", [ista, ista_overcomplete])
@@ -117,29 +117,31 @@ PRECISIONS = {
 def test_half_precision_is_as_exact_as_what_users_write(kind, dtype, weight_dtype, cast):
     x, width = drawn(4, 33, 32, seed=1).to(dtype), 32 if kind == "square" else 48
     weight = (0.2 * drawn(32, width, seed=2)).to(weight_dtype)
-    given = {name: t.detach().float() for name, t in terms(width, KINDS["all"]).items()}
+    options = {name: t.detach().float() for name, t in terms(width, KINDS["all"]).items()}
     function = ista if kind == "square" else ista_overcomplete
     with torch.autocast("cpu", cast, enabled=cast is not None):
-        out = function(x, weight, **given)
+        out = function(x, weight, **options)
     assert out.dtype == dtype
-    wide = {name: t.double() for name, t in given.items()}
+    wide = {name: t.double() for name, t in options.items()}
     args = (x.double(), weight.double()) if kind == "square" else (x.double(), weight.double(), weight.double())
     exact = (square if kind == "square" else overcomplete)(*args, **wide)
     low = cast or dtype
-    naive = {name: t.to(low) for name, t in given.items()}
+    naive = {name: t.to(low) for name, t in options.items()}
     args = (x.to(low), weight.to(low)) if kind == "square" else (x.to(low), weight.to(low), weight.to(low))
     users = (square if kind == "square" else overcomplete)(*args, **naive)
-    least = torch.finfo(low).eps * exact.abs().max()
-    assert (out - exact).abs().max() <= 2 * ((users - exact).abs().max() + least)
+    rounding = torch.finfo(low).eps * exact.abs().max()
+    assert (out - exact).abs().max() <= 2 * ((users - exact).abs().max() + rounding)
 
 
 @pytest.mark.parametrize("function", [ista, ista_overcomplete])
 def test_one_graph_for_any_number_of_tokens(function):
-    weight, given = 0.4 * drawn(DIM, DIM, seed=2), {n: t.detach() for n, t in terms(DIM, KINDS["all"]).items()}
-    compiled = torch.compile(lambda x: function(x, weight, **given), fullgraph=True, dynamic=True, backend="aot_eager")
+    weight, options = 0.4 * drawn(DIM, DIM, seed=2), {n: t.detach() for n, t in terms(DIM, KINDS["all"]).items()}
+    compiled = torch.compile(
+        lambda x: function(x, weight, **options), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
     for rows in (3, 11, 5):
         x = drawn(2, rows, DIM, seed=rows)
-        assert_close(compiled(x), function(x, weight, **given))
+        assert_close(compiled(x), function(x, weight, **options))
 
 
 X, WEIGHT = torch.ones(2, DIM), torch.ones(DIM, DIM)
@@ -176,7 +178,7 @@ def test_bad_terms(call, error, message):
 @pytest.mark.parametrize("function", [ista, ista_overcomplete])
 def test_kernels_refuse_by_name_what_they_do_not_take(function, monkeypatch):
     monkeypatch.setattr("crate_kernels.ops.ista.learned.backends.resolve", lambda *args: "cpp")
-    for given in ({"step_size": torch.tensor(0.1)}, {"lambd": torch.ones(8)}, {"bias": torch.ones(8)}):
+    for options in ({"step_size": torch.tensor(0.1)}, {"lambd": torch.ones(8)}, {"bias": torch.ones(8)}):
         message = f"{function.__name__}: backend='cpp' takes numbers for step_size and lambd, and no bias"
         with pytest.raises(NotImplementedError, match=message):
-            function(X, WEIGHT, **given, backend="cpp")
+            function(X, WEIGHT, **options, backend="cpp")

@@ -312,11 +312,11 @@ def test_gradients_summed_by_every_library(tokens, processor):
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs a PyTorch with oneDNN")
 def test_a_part_of_a_matrix_is_copied_for_onednn(monkeypatch):
     """oneDNN takes a hundred times as long for a weight whose rows are further apart than they are long."""
-    seen, given = [], torch.ops.mkldnn._linear_pointwise.default
+    seen, original = [], torch.ops.mkldnn._linear_pointwise.default
 
     def library(left, right, *rest):
         seen.append(right)
-        return given(left, right, *rest)
+        return original(left, right, *rest)
 
     monkeypatch.setattr(products, "_library", library)
     monkeypatch.setattr(products, "_MIN_WORK", 1)

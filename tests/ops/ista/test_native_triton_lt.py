@@ -55,9 +55,9 @@ def test_steps_have_the_gradients_that_they_had(cublaslt):
     weight = randn(32, 32, dtype=HALF, seed=2) / 6
 
     def run(dtype, backend):
-        given = [t.to(dtype).requires_grad_() for t in (x, weight)]
-        out = ista(*given, backend=backend)
-        return out.detach(), *torch.autograd.grad(out, given, dout.to(dtype))
+        inputs = [t.to(dtype).requires_grad_() for t in (x, weight)]
+        out = ista(*inputs, backend=backend)
+        return out.detach(), *torch.autograd.grad(out, inputs, dout.to(dtype))
 
     found = run(HALF, "triton")
     assert standin.number(cublaslt, "multiplied").value > 0
@@ -152,7 +152,7 @@ BAD = {
 
 @pytest.mark.parametrize(("changed", "message"), BAD.values(), ids=BAD)
 def test_the_op_refuses_what_it_would_read_as_wrong_numbers(changed, message, cublaslt):
-    given = {
+    options = {
         "left": torch.zeros(16, 8, dtype=HALF),
         "right": torch.zeros(8, 128, dtype=HALF),
         "base": torch.zeros(16, 128, dtype=HALF),
@@ -162,7 +162,7 @@ def test_the_op_refuses_what_it_would_read_as_wrong_numbers(changed, message, cu
         "out": torch.zeros(16, 128, dtype=HALF),
     }
     with pytest.raises(RuntimeError, match=message):
-        torch.ops.crate_kernels_C.lt_product(*(given | changed).values())
+        torch.ops.crate_kernels_C.lt_product(*(options | changed).values())
 
 
 def test_plans_repeat_it(cublaslt, repeated_calls):

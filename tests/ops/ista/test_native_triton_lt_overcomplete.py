@@ -89,9 +89,9 @@ def test_strides_are_copied_taken_or_refused(tokens, dictionary, expected, cubla
     x, weight, dout = randn(40, DIM, dtype=HALF), randn(DIM, HIDDEN, dtype=HALF, seed=1) / 6, randn(40, DIM, seed=2)
 
     def run(x, weight, backend):
-        given = [t.detach().requires_grad_() for t in (x, weight)]
-        out = ista_overcomplete(*given, backend=backend)
-        return out.detach(), *torch.autograd.grad(out, given, dout.to(out.dtype))
+        inputs = [t.detach().requires_grad_() for t in (x, weight)]
+        out = ista_overcomplete(*inputs, backend=backend)
+        return out.detach(), *torch.autograd.grad(out, inputs, dout.to(out.dtype))
 
     if expected:
         found = run(tokens(x), dictionary(weight), "triton")
@@ -105,10 +105,10 @@ def test_strides_are_copied_taken_or_refused(tokens, dictionary, expected, cubla
 
 def test_under_autocast_they_are_its_too(cublaslt, unrepeated):
     x, weight = randn(40, DIM, dtype=torch.float32), randn(DIM, HIDDEN, dtype=torch.float32, seed=1) / 6
-    given = x.requires_grad_(), weight.requires_grad_()
+    inputs = x.requires_grad_(), weight.requires_grad_()
     with torch.autocast("cpu", HALF):
-        out = ista_overcomplete(*given, backend="triton")
-    dx, dweight = torch.autograd.grad(out.sum(), given)
+        out = ista_overcomplete(*inputs, backend="triton")
+    dx, dweight = torch.autograd.grad(out.sum(), inputs)
     assert counts(cublaslt)[0] == STEPS[2][0]
     assert dx.dtype == dweight.dtype == torch.float32
 
@@ -116,9 +116,9 @@ def test_under_autocast_they_are_its_too(cublaslt, unrepeated):
 def test_plans_repeat_them(cublaslt, repeated_calls):
     """The check of every plan holds the replay, which calls it again, to the bits of the first call."""
     plan.forget()
-    given = randn(40, DIM, dtype=HALF).requires_grad_(), (randn(DIM, HIDDEN, dtype=HALF, seed=1) / 6).requires_grad_()
-    out = ista_overcomplete(*given, backend="triton")
-    torch.autograd.grad(out, given, torch.ones_like(out))
+    inputs = randn(40, DIM, dtype=HALF).requires_grad_(), (randn(DIM, HIDDEN, dtype=HALF, seed=1) / 6).requires_grad_()
+    out = ista_overcomplete(*inputs, backend="triton")
+    torch.autograd.grad(out, inputs, torch.ones_like(out))
     assert (repeated_calls.repeated, repeated_calls.refused) == (2, [])
     assert counts(cublaslt)[:2] == (2 * STEPS[2][0], 2 * STEPS[2][1])
 

@@ -9,7 +9,7 @@ harness.needs_compiler()
 
 from tests.ops.mssa.aot import backward, between, decode, forward  # noqa: E402  # only where Triton compiles
 
-# name: (what makes the call, seqlen, head_dim, dtype, causal); lengths have launch-table rows of their own, and 197 a
+# name: (what makes the call, seqlen, head_dim, dtype, causal); lengths have separate rows in launch tables, and 197 a
 # narrow last block
 CALLS = {
     f"{what}-{seqlen}-{head_dim}-{str(dtype)[6:]}{'-causal' * causal}": (make, seqlen, head_dim, dtype, causal)

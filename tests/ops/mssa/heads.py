@@ -39,7 +39,7 @@ CASES = {
     "causal-128-channels": (128, 139, {**CAUSAL, "kept": (139, 70, 20)}),
     "causal-88-channels": (88, 101, CAUSAL),
 }
-# Of the forward alone: whole blocks of 64 without a tail, and more channels than its backward has room for.
+# Of the forward alone: whole blocks of 64 without a tail, and more channels than its backward can take.
 FORWARD_CASES = {
     "256-tokens": (64, 256, {"kept": (256, 100, 70)}),
     "a-tail-of-32": (64, 96, {}),
@@ -66,7 +66,7 @@ LONG_CASES = {
     "causal-alike": (64, 330, {**CAUSAL, "drawn": "alike", "lse": True}),
     "causal-128-channels": (128, 390, CAUSAL),
 }
-# Of their backward alone: what that of whole heads has no room for.
+# Of their backward alone: what does not fit that of whole heads.
 LONG_BACKWARD_CASES = {
     "128-channels-240-tokens": (128, 240, {"lse": True}),
     "104-channels-padded": (104, 215, {"kept": (215, 100)}),
@@ -107,25 +107,25 @@ class Heads:
     backward_kernels = ("head_backward_kernel", *_LEFT)
 
     def __init__(self, case, dtype, spread=1.0, device="cpu"):
-        self.head_dim, self.seqlen, given = self.cases[case] if isinstance(case, str) else case
-        self.lengths, self.keep, self.dlse = given.get("lengths"), None, None
-        batch = len(given["kept"]) if isinstance(given.get("kept"), tuple) else given.get("batch", self.batch)
+        self.head_dim, self.seqlen, settings = self.cases[case] if isinstance(case, str) else case
+        self.lengths, self.keep, self.dlse = settings.get("lengths"), None, None
+        batch = len(settings["kept"]) if isinstance(settings.get("kept"), tuple) else settings.get("batch", self.batch)
         shape = (batch, 2, self.seqlen, self.head_dim)
         if self.lengths is not None:
             shape = (sum(self.lengths), 2, self.head_dim)
-        w = self.drawn(randn(*shape, seed=0), given.get("drawn"))
+        w = self.drawn(randn(*shape, seed=0), settings.get("drawn"))
         if spread != 1.0:
             w = w * torch.linspace(1.0, spread, self.seqlen).view(-1, 1)
         self.w, self.dout = w.to(device, dtype), randn(*shape, seed=1).to(device, dtype)
-        self.dout[..., : given.get("first", 0), :] = 0  # of tokens before the tail
-        if given.get("kept") == "holes":
+        self.dout[..., : settings.get("first", 0), :] = 0  # of tokens before the tail
+        if settings.get("kept") == "holes":
             self.keep = (randn(batch, self.seqlen, seed=2) > 0.3).to(device)
-        elif "kept" in given:
-            self.keep = (torch.arange(self.seqlen) < torch.tensor(given["kept"])[:, None]).to(device)
-        if given.get("lse"):
+        elif "kept" in settings:
+            self.keep = (torch.arange(self.seqlen) < torch.tensor(settings["kept"])[:, None]).to(device)
+        if settings.get("lse"):
             numbers = shape[:-1] if self.lengths is None else shape[1::-1]
             self.dlse = randn(*numbers, seed=3).to(device)
-        self.options = {"key_padding_mask": self.keep, "causal": given.get("causal", False)}
+        self.options = {"key_padding_mask": self.keep, "causal": settings.get("causal", False)}
         if self.lengths is not None:
             bounds = torch.tensor([0, *self.lengths]).cumsum(0).int().to(device)
             self.options |= {"key_padding_mask": None, "cu_seqlens": bounds, "max_seqlen": self.seqlen}

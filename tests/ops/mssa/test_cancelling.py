@@ -105,7 +105,7 @@ def judged(draw, options, seed, dtype):
 
 
 def check_weights_of_one(tokens, dtype, backend, device="cpu"):
-    """Tokens that see themselves alone: dw is dout. fp16 weights are raised the most here, and may not overflow."""
+    """Tokens that see themselves alone: dw is dout. fp16 weights get the largest factor here, and may not overflow."""
     w = (16 * torch.eye(tokens, 64)).expand(1, 2, tokens, 64).to(device, dtype)
     g = (1e-3 * torch.randn(1, 2, tokens, 64)).to(device, dtype)
     torch.testing.assert_close(gradient(w, g, backend), g.double(), rtol=2 * torch.finfo(dtype).eps, atol=1e-7)

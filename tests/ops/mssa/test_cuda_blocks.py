@@ -101,6 +101,6 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize(("given", "count"), SPLITS.values(), ids=SPLITS)
-def test_stretches_of_a_sequence(given, count):
-    assert choose_splits(*given) == count
+@pytest.mark.parametrize(("inputs", "count"), SPLITS.values(), ids=SPLITS)
+def test_stretches_of_a_sequence(inputs, count):
+    assert choose_splits(*inputs) == count

@@ -62,15 +62,15 @@ def test_a_step_with_an_infinite_score_has_an_infinite_lse(decoder):
     test_not_numbers.test_a_step_with_an_infinite_score_has_an_infinite_lse(decoder, "cpu")
 
 
-def filled(held, capacity, head_dim, dtype, seed=0):
-    """Return a cache whose sequences hold ``held`` tokens, those after them NaN, and the tokens that it will hold."""
+def filled(cached, capacity, head_dim, dtype, seed=0):
+    """Return a cache whose sequences hold ``cached`` tokens, those after them NaN, and the tokens that it will hold."""
     w = randn(BATCH, HEADS, capacity, head_dim, seed=seed, dtype=dtype)
     cache = SubspaceCache(BATCH, HEADS, capacity, head_dim, dtype)
-    cache.lengths.copy_(torch.tensor(held))
+    cache.lengths.copy_(torch.tensor(cached))
     cache.data.fill_(torch.nan)
-    for b, n in enumerate(held):
+    for b, n in enumerate(cached):
         cache.data[b, :, :n] = w[b, :, :n]
-    cache._bound, cache._uniform = max(held), min(held) == max(held)
+    cache._bound, cache._uniform = max(cached), min(cached) == max(cached)
     return cache, w
 
 
@@ -94,12 +94,12 @@ def over_tolerance(decoder, cache, new, keep=None):
 @pytest.mark.parametrize("count", [1, 2, 7], ids=lambda n: f"splits{n}")
 def test_step_is_within_tolerance(decoder, splits, dtype, new, count):
     splits(count)
-    held = (130, 67)
-    cache, w = filled(held, 220, 64, dtype)
-    tokens = torch.stack([w[b, :, n : n + new] for b, n in enumerate(held)])
+    cached = (130, 67)
+    cache, w = filled(cached, 220, 64, dtype)
+    tokens = torch.stack([w[b, :, n : n + new] for b, n in enumerate(cached)])
     assert over_tolerance(decoder, cache, tokens) == []
-    assert cache.lengths.tolist() == [n + new for n in held]
-    for b, n in enumerate(held):
+    assert cache.lengths.tolist() == [n + new for n in cached]
+    for b, n in enumerate(cached):
         assert torch.equal(cache.data[b, :, : n + new], w[b, :, : n + new])
         assert cache.data[b, :, n + new :].isnan().all()
 
@@ -137,10 +137,10 @@ def test_lengths_are_clamped_on_the_device(decoder, splits, dtype, tolerance, ne
     cache, _ = filled((60, 60), 60, 16, dtype)
     cache.lengths.copy_(torch.tensor(lengths))
     before, cache._bound = cache.data.clone(), 10
-    held = [min(max(n, 0), 60) for n in lengths]
+    cached = [min(max(n, 0), 60) for n in lengths]
     tokens = randn(BATCH, HEADS, new, 16, seed=1, dtype=dtype)
     out, lse = mssa(tokens, causal=True, cache=cache, return_lse=True, backend=decoder)
-    for b, n in enumerate(held):
+    for b, n in enumerate(cached):
         fits = min(new, 60 - n)
         before[b, :, n : n + fits] = tokens[b, :, :fits]
         keys = before[b, :, : n + fits].double()
@@ -150,7 +150,7 @@ def test_lengths_are_clamped_on_the_device(decoder, splits, dtype, tolerance, ne
         torch.testing.assert_close(out[b].double(), scores.softmax(-1) @ keys, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(lse[b].double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
     assert torch.equal(cache.data, before)
-    assert cache.lengths.tolist() == [min(n + new, 60) for n in held]
+    assert cache.lengths.tolist() == [min(n + new, 60) for n in cached]
 
 
 def test_splits_follow_the_device(decoder, monkeypatch):

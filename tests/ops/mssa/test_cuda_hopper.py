@@ -156,12 +156,12 @@ def test_other_calls_are_left_to_other_kernels(kernels, change, device):
     served, other = (50, 257) if kernels is heads else (300, 256)
     shape = (1, 2, other if change == "other-length" else served, 136 if change == "wide" else 64)
     w = torch.zeros(shape, dtype=torch.float32 if change == "float32" else torch.bfloat16)
-    given = {"negative": {"scale": -1.0}, "dropout": {"seed": torch.tensor(3)}, "threshold": {"threshold": 0.1}}
+    options = {"negative": {"scale": -1.0}, "dropout": {"seed": torch.tensor(3)}, "threshold": {"threshold": 0.1}}
     if change == "odd-rows":
         w = w[..., :60]
     if change == "strided":
         w = w.transpose(2, 3).contiguous().transpose(2, 3)
-    call = MSSACall(**given.get(change, {}))
+    call = MSSACall(**options.get(change, {}))
     assert not kernels.serves_backward(w, None if change == "no-dout" else w, w, call)
     assert kernels.serves_forward(w, w, call) == (change == "no-dout")
 
@@ -169,15 +169,17 @@ def test_other_calls_are_left_to_other_kernels(kernels, change, device):
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 104, 128])
 def test_each_length_is_served_once(head_dim, masked, device):
-    """By whole heads as long as a block has room for them, by long rows beyond."""
+    """By whole heads up to what a block's shared memory takes, by long rows beyond."""
     device(**HOPPER)
-    most = 256 if head_dim <= 64 else 208 if masked else 224
+    longest = 256 if head_dim <= 64 else 208 if masked else 224
     for seqlen in (1, 208, 209, 224, 225, 256, 257):
         w = torch.zeros(1, 1, seqlen, head_dim, dtype=torch.bfloat16)
         call = MSSACall(key_padding_mask=torch.ones(1, seqlen, dtype=torch.bool) if masked else None)
         assert heads.serves_forward(w, w, call) == (seqlen <= 256) != long_rows.serves_forward(w, w, call)
-        assert heads.serves_backward(w, w, w, call) == (seqlen <= most), seqlen
-        assert long_rows.serves_backward(w, w, w, call) == long_pairs.serves_backward(w, w, w, call) == (seqlen > most)
+        assert heads.serves_backward(w, w, w, call) == (seqlen <= longest), seqlen
+        assert (
+            long_rows.serves_backward(w, w, w, call) == long_pairs.serves_backward(w, w, w, call) == (seqlen > longest)
+        )
 
 
 @pytest.mark.parametrize("change", ["by-default", "no-dout", "strided-dout", "short", "dropout"])
@@ -187,8 +189,8 @@ def test_gradients_of_other_calls_are_left_to_other_kernels(change, device):
     w = torch.zeros(1, 2, 256 if change == "short" else 300, 64, dtype=torch.bfloat16)
     dout = w.transpose(2, 3).contiguous().transpose(2, 3) if change == "strided-dout" else w
     call = MSSACall(seed=torch.tensor(3)) if change == "dropout" else MSSACall()
-    given = (w, None if change == "no-dout" else dout, w, call)
-    assert long_rows.serves_backward(*given) == long_pairs.serves_backward(*given) == (change == "by-default")
+    inputs = (w, None if change == "no-dout" else dout, w, call)
+    assert long_rows.serves_backward(*inputs) == long_pairs.serves_backward(*inputs) == (change == "by-default")
     assert not hopper.chosen(long_pairs.BACKWARD, w, call)
     assert long_rows.serves_forward(w, w, call) == (change not in ("short", "dropout"))
 

@@ -42,28 +42,28 @@ def test_nothing_takes_them_by_default(kind, case, usual, hopper, backend):
     ],
 )
 def test_where_they_are_chosen_they_are_launched_and_repeated(kind, case, hopper, backend, repeated_calls):
-    given = kind(case, torch.bfloat16)
+    problem = kind(case, torch.bfloat16)
     with taking(kind):
-        out, lse, dw = both_ways(given, backend)
+        out, lse, dw = both_ways(problem, backend)
         assert (*dict.fromkeys(hopper()),) == kind.forward_kernels + kind.backward_kernels
-        given.check_forward(out, lse)
-        given.check(dw)
+        problem.check_forward(out, lse)
+        problem.check(dw)
         if repeated_calls is None:
             pytest.skip("needs the C++ extension, which repeats calls: python -m crate_kernels build")
         assert (repeated_calls.repeated, repeated_calls.refused) == (2, [])
-        again = both_ways(given, backend)
-    given.check(again[2])
+        again = both_ways(problem, backend)
+    problem.check(again[2])
     if kind is not LongPairs:  # whose sums have any order
         assert all(map(torch.equal, (out, lse, dw), again))
 
 
 def test_short_rows_are_those_of_whole_heads(hopper, backend):
-    given = Heads("197-tokens", torch.bfloat16)
+    problem = Heads("197-tokens", torch.bfloat16)
     with taking(LongRows):
-        both_ways(given, backend)
+        both_ways(problem, backend)
         assert {*hopper()}.isdisjoint(LongRows.forward_kernels + LongRows.backward_kernels)
         with table.forced(heads.FORWARD, {"WHOLE": 1}):
-            both_ways(given, backend)
+            both_ways(problem, backend)
             assert "head_forward_kernel" in hopper()
             both_ways(LongRows("257-tokens", torch.bfloat16), backend)
     names = hopper()
@@ -73,12 +73,12 @@ def test_short_rows_are_those_of_whole_heads(hopper, backend):
 
 @EXHAUSTIVE
 def test_a_backward_that_whole_heads_have_no_room_for_is_that_of_long_rows(hopper, backend):
-    given = LongRows("104-channels-padded", torch.bfloat16)
+    problem = LongRows("104-channels-padded", torch.bfloat16)
     with taking(Heads), taking(LongRows):
-        out, lse, dw = both_ways(given, backend)
+        out, lse, dw = both_ways(problem, backend)
     assert (*dict.fromkeys(hopper()),) == Heads.forward_kernels + LongRows.backward_kernels
-    given.check_forward(out, lse)
-    given.check(dw)
+    problem.check_forward(out, lse)
+    problem.check(dw)
 
 
 @pytest.fixture

@@ -109,7 +109,7 @@ def test_forward_and_backward_replay_as_a_graph(options, shape, backend):
         w.copy_(tokens(*shape, seed=seed))
         actual = [t.clone() for t in replay()]
         assert all(t.isfinite().all() for t in actual)
-        if "dropout_p" not in options:  # whose seed goes on from replay to replay
+        if "dropout_p" not in options:  # whose seed advances from replay to replay
             check_equal(actual, differentiate(backend, w, **options))
 
 
@@ -154,7 +154,7 @@ def test_decoding_replays_as_a_graph_while_sequences_grow(stretches, backend):
     cache = SubspaceCache(2, 3, steps + 3, 64, dtype=w.dtype, device=DEVICE)
     token = w[:, :, :1].clone()
     mssa(token, causal=True, cache=cache, backend=backend)
-    held = cache.clone()
+    copy = cache.clone()
     bound = 1 if stretches == "one" else steps
 
     def step(cache):
@@ -162,11 +162,11 @@ def test_decoding_replays_as_a_graph_while_sequences_grow(stretches, backend):
         return mssa(token, causal=True, cache=cache, backend=backend)
 
     replay = captured(lambda: step(cache))
-    for own, before in ((cache.data, held.data), (cache.lengths, held.lengths)):
+    for own, before in ((cache.data, copy.data), (cache.lengths, copy.lengths)):
         own.copy_(before)
     for number in range(1, steps + 1):
         token.copy_(w[:, :, number : number + 1])
-        assert torch.equal(replay(), step(held))
+        assert torch.equal(replay(), step(copy))
     assert cache.lengths.tolist() == [steps + 1] * 2
     assert torch.equal(cache.data[:, :, : steps + 1], w[:, :, : steps + 1])
 

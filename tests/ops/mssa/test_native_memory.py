@@ -30,7 +30,7 @@ def little_memory():
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_out_of_memory_says_so_whichever_thread_finds_out(count, threads, little_memory):
-    """2^24 tokens that are one in memory: there is room for the tensors, and none for what a thread works in."""
+    """2^24 tokens that are one in memory: the tensors fit into memory, and a thread's scratch does not."""
     extension.load()
     threads(count)
     one = torch.zeros(1, 1, 1, 8)

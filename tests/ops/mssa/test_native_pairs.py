@@ -38,9 +38,9 @@ FAR_APART = {
 def test_norms_that_spread_and_negative_scales(tokens, scale, dtype, parts, threads):
     threads(2 * parts)
     case = testing.Case("mssa", "apart", tuple(tokens.shape), {"scale": scale, "return_lse": True})
-    given = Inputs({"w": tokens.to(dtype)}, {})
-    eager, exact = testing.run(case, given, "reference"), testing.run(case, given.to(torch.float64), "reference")
-    wrong = [m for m in testing.measure(testing.run(case, given, "cpp"), eager, exact, dtype) if not m.passed]
+    inputs = Inputs({"w": tokens.to(dtype)}, {})
+    eager, exact = testing.run(case, inputs, "reference"), testing.run(case, inputs.to(torch.float64), "reference")
+    wrong = [m for m in testing.measure(testing.run(case, inputs, "cpp"), eager, exact, dtype) if not m.passed]
     assert wrong == []
 
 

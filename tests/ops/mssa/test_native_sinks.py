@@ -34,9 +34,9 @@ def results(w, dout, backend, **options):
 @functools.cache
 def drawn(name):
     """List the draws of a case, for every level: tokens, gradient, options, exact results and their tolerances."""
-    (nheads, head_dim, tokens, given), found = CASES[name], []
+    (nheads, head_dim, tokens, case_options), found = CASES[name], []
     for seed in range(DRAWS):
-        options = dict(given)
+        options = dict(case_options)
         seqlen = tokens[seed % len(tokens)]
         w, dout = (randn(1, nheads, seqlen, head_dim, seed=2 * seed + i, dtype=torch.float32) for i in (0, 1))
         w[:, :, seed % seqlen] *= 30 + 70 * seed / DRAWS
@@ -46,8 +46,8 @@ def drawn(name):
         tolerances = {}
         for output, found_eager in results(w, dout, "reference", **options).items():
             usual = (found_eager.double() - exact[output]).abs().max().item()
-            least = torch.finfo(torch.float32).eps * exact[output].abs().max().item()
-            tolerances[output] = (3 if output == "dw" else 2) * (usual + least)
+            rounding = torch.finfo(torch.float32).eps * exact[output].abs().max().item()
+            tolerances[output] = (3 if output == "dw" else 2) * (usual + rounding)
         found.append((w, dout, options, exact, tolerances))
     return found
 

@@ -75,7 +75,7 @@ OTHER_BACKWARDS = {
     "lse-alone": (tokens(*WIDE), {"dout": None}),
 }
 SAME_BACKWARDS = {
-    "least": (tokens(2, 3, 64, 113), {}),
+    "minimum": (tokens(2, 3, 64, 113), {}),
     "causal": (tokens(*WIDE), {"call": MSSACall(causal=True)}),
     "dropout": (tokens(*WIDE), {"call": MSSACall(seed=torch.tensor(1), dropout_p=0.1)}),
     "packed": (tokens(64, 3, 128), {"call": MSSACall(cu_seqlens=torch.tensor([0, 64]), max_seqlen=64)}),

@@ -253,10 +253,10 @@ def test_half_precision_survives_scores_that_overflow(causal, backend, device):
 @pytest.mark.parametrize(("before", "masked"), [(0, False), (3, True)], ids=["the-first", "later"])
 def test_the_first_tokens_of_a_cache_are_attended_to_without_a_mask(before, masked, monkeypatch):
     """PyTorch's attention is faster so: with a mask it leaves its fused causal kernels."""
-    given, attend = [], composite._attend
-    monkeypatch.setattr(composite, "_attend", lambda *args: given.append(args[2]) or attend(*args))
+    masks, attend = [], composite._attend
+    monkeypatch.setattr(composite, "_attend", lambda *args: masks.append(args[2]) or attend(*args))
     cache = SubspaceCache(1, 2, 12, 8)
     with torch.no_grad():
         for tokens in (before, 5):
             mssa(randn(1, 2, tokens, 8, dtype=torch.float32), causal=True, cache=cache, backend="composite")
-    assert (given[-1] is not None) == masked
+    assert (masks[-1] is not None) == masked

@@ -90,7 +90,7 @@ def test_threads_share_a_head(backend, name, threads):
 @pytest.mark.parametrize("name", ["whole", "causal-whole", "dropout-whole", "padded-whole"])
 @pytest.mark.parametrize("backend", CPP)
 def test_a_range_meets_a_copy_of_itself(backend, name):
-    """Columns that are the rows have forms of their own; in other memory they are any columns."""
+    """Columns that are the rows have separate forms; in other memory they are any columns."""
     rows, columns, call = drawn(CASES[name], torch.float32)
     itself = results(rows, columns, call, backend)
     for key, actual in results(rows, columns._replace(w=columns.w.clone()), call, backend).items():

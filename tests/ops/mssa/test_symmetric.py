@@ -76,9 +76,9 @@ def divided(w, g, round_delta):
     out, lse = mssa(x, return_lse=True, backend="reference")
     shift, raised = lse.min(), 1.0
     if dtype == torch.float16:
-        most = 4 * scale * g.float().norm(dim=-1).max() * x.norm(dim=-1).max()
+        bound = 4 * scale * g.float().norm(dim=-1).max() * x.norm(dim=-1).max()
         shift = torch.maximum(lse.min(), lse.max() - 4 * math.log(2))
-        raised = 2.0 ** (14 - max(most.log2().floor().item() + 1, 5))
+        raised = 2.0 ** (14 - max(bound.log2().floor().item() + 1, 5))
     r = (lse - shift).exp()[..., None]
     h = (g.float() / r).to(dtype).float()
     of_out = (h if round_delta else g.float() / r) * out.to(dtype).float()
@@ -100,8 +100,8 @@ def test_delta_is_of_the_rounded_gradient(dtype):
     """Where one weight is nearly all, a delta of the gradient as it was does not cancel with the rounded one's."""
     w = TOKENS["sphere"][0].to(dtype)
     g = randn(*w.shape, seed=1).to(dtype)
-    rounded, given = shares(w, g, divided(w, g, True), divided(w, g, False))
-    assert rounded < 1 < given
+    rounded, unrounded = shares(w, g, divided(w, g, True), divided(w, g, False))
+    assert rounded < 1 < unrounded
 
 
 def gradient(w, g, config, **options):
@@ -261,9 +261,9 @@ def test_the_forms_of_triton_agree(name, options, dtype):
     for derived in (0, 1, 3):
         torch.manual_seed(0)
         grads.append(gradient(w, g, {"DERIVED": derived}, **options).double())
-    most = torch.finfo(dtype).eps * 2 * grads[0].abs().max()
-    assert (grads[1] - grads[0]).abs().max() <= most
-    assert (grads[2] - grads[0]).abs().max() <= most
+    bound = torch.finfo(dtype).eps * 2 * grads[0].abs().max()
+    assert (grads[1] - grads[0]).abs().max() <= bound
+    assert (grads[2] - grads[0]).abs().max() <= bound
 
 
 @NEEDS_TRITON

@@ -72,7 +72,7 @@ def run(w, table=tables.FORWARD, causal=False, **changed):
 
 
 def wide(seqlen):
-    """Return norms further apart than either form of fp32 has room for, the largest first: others are far from it."""
+    """Return norms further apart than either form of fp32 can take, the largest first: others are far from it."""
     return 2.0 ** torch.linspace(4, -4, seqlen, device=DEVICE)[:, None]
 
 
@@ -231,8 +231,8 @@ def test_decoding_in_stretches_equals_the_full_forward(new, lengths):
     block = tokens(2, 1, new, 16, seed=1)
     out, lse = mssa(block, causal=True, cache=cache, return_lse=True, backend="triton")
     for b, length in enumerate(lengths):
-        held = torch.cat([w[b : b + 1, :, :length], block[b : b + 1]], 2).double()
-        expected = mssa(held, causal=True, return_lse=True, backend="reference")
+        sequence = torch.cat([w[b : b + 1, :, :length], block[b : b + 1]], 2).double()
+        expected = mssa(sequence, causal=True, return_lse=True, backend="reference")
         actual = out[b : b + 1].double(), lse[b : b + 1].double()
         torch.testing.assert_close(actual, tuple(t[:, :, length:] for t in expected), rtol=1e-5, atol=1e-5)
         assert torch.equal(cache.data[b, :, length : length + new], block[b])

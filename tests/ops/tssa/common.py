@@ -11,7 +11,7 @@ from tests.ops.common import randn
 DEVICES = {
     "block": {"multiprocessors": 1},
     "cluster": {"capability": 90, "multiprocessors": 16},
-    "chunks": {"shared_limit": 13 * 1024},  # the least that takes 512 channels
+    "chunks": {"shared_limit": 13 * 1024},  # the minimum that takes 512 channels
 }
 WAYS = pytest.mark.parametrize(
     ("causal", "way"),

@@ -21,9 +21,9 @@ TWICE, FOUR_TIMES = config(2, 2, 96, together=2), config(2, 1, 96, together=4)
 AHEAD, ALONE, PAIRS, EIGHT = config(4, 2, 192), config(4, 1, 192), config(2, 2, 192), config(8, 1, 384)
 
 
-def case(name, shape, **given):
-    options = {"return_membership": True, **given.pop("options", {})}
-    return testing.Case("tssa", f"persistent-{name}", shape, options, **given)
+def case(name, shape, **changes):
+    options = {"return_membership": True, **changes.pop("options", {})}
+    return testing.Case("tssa", f"persistent-{name}", shape, options, **changes)
 
 
 DROPPED = {"options": {"dropout_p": 0.3}}
@@ -85,7 +85,7 @@ def taking(chosen):
 
 
 def within_tolerance(case, backend, dtype, device, forced, twice=False):
-    """Hold a call to the error tolerance; return the names of the kernels that it launched and its largest share.
+    """Compare a call with the error tolerance; return the names of the kernels that it launched and its largest share.
 
     ``twice``: a second run has to have the same bits.
     """
@@ -113,10 +113,10 @@ class Persistent:
     kernels = ("tssa_full_fwd_persistent_kernel", "tssa_full_bwd_persistent_kernel")
 
     def __init__(self, name):
-        self.config, shape, given = {**CASES, **MORE}[name]
-        given = dict(given)
-        self.forward_alone = given.pop("forward", False)  # w and dout do not fit
-        self.case = case(name, shape, **given)
+        self.config, shape, options = {**CASES, **MORE}[name]
+        options = dict(options)
+        self.forward_alone = options.pop("forward", False)  # w and dout do not fit
+        self.case = case(name, shape, **options)
 
     def fits(self):
         """Return whether the tokens fit a cluster's shared memory, forward and backward."""

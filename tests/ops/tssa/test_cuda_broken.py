@@ -21,9 +21,9 @@ CASES = sorted({(kind.__name__.lower(), change[-1]) for kind, _, change in CHANG
 
 def in_every_order(kind, name, backend, hopper):
     for descending in (False, True):
-        given = kind(name)
-        hopper(given.config, descending=descending)
-        given.check(backend, torch.bfloat16)
+        problem = kind(name)
+        hopper(problem.config, descending=descending)
+        problem.check(backend, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("kind", "files", "change"), CHANGES.values(), ids=CHANGES)

@@ -33,20 +33,20 @@ def named(kind, names, dtype, marks=()):
     ],
 )
 def test_they_are_within_tolerance(kind, name, dtype, backend, hopper):
-    given = kind(name)
-    hopper(given.config)
-    given.check(backend, dtype)
+    problem = kind(name)
+    hopper(problem.config)
+    problem.check(backend, dtype)
 
 
 @pytest.mark.parametrize(("kind", "name"), [(Persistent, "odd-heads"), (Walking, "few-tokens")])
 def test_two_runs_have_the_same_bits(kind, name, backend, hopper, monkeypatch):
-    given = kind(name)
-    hopper(given.config)
-    given.check(backend, torch.bfloat16, twice=True)
+    problem = kind(name)
+    hopper(problem.config)
+    problem.check(backend, torch.bfloat16, twice=True)
     runs, run = [], testing.run
     monkeypatch.setattr(testing, "run", lambda *args: runs.append(run(*args)) or _moved(runs[-1], len(runs) == 2))
     with pytest.raises(AssertionError, match="two runs differ in their bits"):
-        given.check(backend, torch.bfloat16, twice=True)
+        problem.check(backend, torch.bfloat16, twice=True)
 
 
 def _moved(results, moved):
@@ -137,7 +137,7 @@ LARGE = (2.0**60, 2.0**61)
     ],
 )
 def test_sums_near_the_ends_of_fp32(kind, config, shape, times, backend, hopper):
-    """Reciprocals of the largest sums are below the least normal number, which the instruction alone makes 0."""
+    """Reciprocals of the largest sums are below the smallest normal number, which the instruction alone makes 0."""
     hopper(config)
     w = (randn(*shape) * times).bfloat16().transpose(1, 2)
     with kind.taking(config):

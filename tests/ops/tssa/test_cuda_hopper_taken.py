@@ -116,16 +116,16 @@ OTHER_WALKS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape", "given"),
+    ("kind", "shape", "options"),
     [
         *(pytest.param(Persistent, *other, id=f"persistent-{name}") for name, other in OTHERS.items()),
         *(pytest.param(Walking, *other, id=f"walking-{name}") for name, other in OTHER_WALKS.items()),
     ],
 )
-def test_other_calls_are_left_to_other_kernels(kind, shape, given, launched, device, backend):
-    given = {"config": WALKS if kind.causal else PAIRS, "dtype": torch.bfloat16, "strides": lambda w: w, **given}
-    config, dtype, strides = (given.pop(name) for name in ("config", "dtype", "strides"))
-    device(**{**GPU, "shared_limit": MOST_SHARED if kind.causal else 64 * 1024, **given})
+def test_other_calls_are_left_to_other_kernels(kind, shape, options, launched, device, backend):
+    options = {"config": WALKS if kind.causal else PAIRS, "dtype": torch.bfloat16, "strides": lambda w: w, **options}
+    config, dtype, strides = (options.pop(name) for name in ("config", "dtype", "strides"))
+    device(**{**GPU, "shared_limit": MOST_SHARED if kind.causal else 64 * 1024, **options})
     w, temp = strides(tokens(*shape, dtype=dtype)), temps(shape[1])
     with kind.taking(config):
         outputs_and_gradients(call(kind.causal, backend), w, temp)
@@ -173,7 +173,7 @@ def test_there_are_sums_before_each_step_but_the_first(seqlen, steps, saves, bac
         out, *saved = op.tssa_causal_fwd(*inputs, *options, backend)
         op.tssa_causal_bwd(out, None, *inputs, *saved, *options, backend)
     places = 3 * (steps - 1) * (96 + 4 + 96)
-    # Of one step alone the backward asks for its own, which are none.
+    # For one step the backward asks for its tensors, of which there are none.
     assert sizes == ([places] + [0] * (steps == 1) if saves else [0, places])
 
 
@@ -237,11 +237,11 @@ def test_tuning_times_them(kind, config, tables, sizes, buckets, backward, launc
 @pytest.mark.parametrize(("nheads", "head_dim"), [(4, 48), (8, 48), (16, 48), (8, 64), (12, 64)], ids=str)
 @DIRECTIONS
 def test_published_sizes_have_candidates_that_fit(nheads, head_dim, backward):
-    def fitting(seqlen, most):
+    def fitting(seqlen, max_size):
         return sum(
             persistent.shared_bytes(nheads, head_dim, seqlen, backward, config) <= MOST_SHARED
             for config in persistent.FORWARD.candidates
-            if config["CLUSTER"] * config["TOGETHER"] <= most
+            if config["CLUSTER"] * config["TOGETHER"] <= max_size
         )
 
     assert fitting(196, 8) >= 6

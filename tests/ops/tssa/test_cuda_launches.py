@@ -126,8 +126,8 @@ def test_a_step_whose_kernels_do_not_all_compile_leaves_its_cache(kernel, backen
 @pytest.mark.parametrize("name", ["energy", "weighted", "mass", "lengths"])
 def test_a_cache_of_which_kernels_take_the_address_alone_is_contiguous(name, backend):
     state = TokenStatsCache(2, 3, 16)._tensors()
-    held = dict(zip(("energy", "weighted", "mass", "lengths"), state, strict=True))
-    apart = torch.stack([held[name], held[name]], -1)[..., 0]
+    stored = dict(zip(("energy", "weighted", "mass", "lengths"), state, strict=True))
+    apart = torch.stack([stored[name], stored[name]], -1)[..., 0]
     state = state._replace(**{name: apart})
     with pytest.raises(ValueError, match=rf"^tssa: cache\.{name} must be contiguous"):
         cuda.forward(tokens(2, 3, 8, 16), temps(3), None, TSSACall(), True, state)

@@ -12,8 +12,8 @@ from tests.ops.tssa.persistent import AHEAD, CASES, MORE, PAIRS, TWICE, Persiste
 
 @pytest.mark.parametrize("name", {**CASES, **MORE})
 def test_what_fits_a_cluster(name):
-    given = Persistent(name)
-    assert given.fits() == [True, not given.forward_alone]
+    problem = Persistent(name)
+    assert problem.fits() == [True, not problem.forward_alone]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

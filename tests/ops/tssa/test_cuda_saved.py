@@ -65,10 +65,10 @@ def forward(backend, hopper):
 
 @pytest.mark.parametrize(("tokens", "dtype", "chosen", "options"), CASES.values(), ids=CASES)
 def test_saved_sums_are_those_through_each_place(tokens, dtype, chosen, options, forward):
-    *inputs, given = drawn(tokens, dtype, options)
-    _, membership, sums = forward(*inputs, given, chosen)
-    exact = saved_sums(inputs[0], membership, given)
-    used = before_steps(sums, given)
+    *inputs, call = drawn(tokens, dtype, options)
+    _, membership, sums = forward(*inputs, call, chosen)
+    exact = saved_sums(inputs[0], membership, call)
+    used = before_steps(sums, call)
     assert used.any()
     torch.testing.assert_close(sums[used], exact[used], rtol=2e-6, atol=0)
     assert sums.isfinite().all()
@@ -78,15 +78,15 @@ def test_saved_sums_are_those_through_each_place(tokens, dtype, chosen, options,
 def test_a_backward_is_as_exact_with_saved_sums_as_with_those_it_finds(
     tokens, dtype, chosen, options, forward, backend
 ):
-    w, temp, denom_bias, given = drawn(tokens, dtype, options)
-    out, membership, sums = forward(w, temp, denom_bias, given, chosen)
+    w, temp, denom_bias, call = drawn(tokens, dtype, options)
+    out, membership, sums = forward(w, temp, denom_bias, call, chosen)
     dout, dmembership = randn(*out.shape, seed=8).to(dtype), randn(*membership.shape, seed=9).float()
 
     def gradients(name, saved, cast=None):
         tensors = [t if cast is None or t is None else t.to(cast) for t in (dout, dmembership, w, temp, denom_bias)]
         exact = cast == torch.float64
-        kept = op.tssa_causal_fwd(*tensors[2:], *given, name)[1] if exact else membership
-        found = op.tssa_causal_bwd(*tensors, kept, saved.to(kept.dtype), *given, name)
+        kept = op.tssa_causal_fwd(*tensors[2:], *call, name)[1] if exact else membership
+        found = op.tssa_causal_bwd(*tensors, kept, saved.to(kept.dtype), *call, name)
         return dict(zip(("dw", "dtemp", "ddenom_bias"), found, strict=True))
 
     hidden = sums[:, :0]
@@ -101,13 +101,13 @@ def test_a_backward_is_as_exact_with_saved_sums_as_with_those_it_finds(
 
 
 def test_a_backward_reads_what_was_saved_and_leaves_it(forward, backend):
-    w, temp, denom_bias, given = drawn(190, BF16, {})
-    _, *saved = forward(w, temp, denom_bias, given)
+    w, temp, denom_bias, call = drawn(190, BF16, {})
+    _, *saved = forward(w, temp, denom_bias, call)
     arguments, before = (w.flip(0), saved[0], w, temp, denom_bias), saved[1].clone()
     with saving(PAIRS):
-        twice = [op.tssa_causal_bwd(*arguments, *saved, *given, backend) for _ in range(2)]
+        twice = [op.tssa_causal_bwd(*arguments, *saved, *call, backend) for _ in range(2)]
         assert torch.equal(saved[1], before)
-        other = op.tssa_causal_bwd(*arguments, saved[0], 2 * saved[1], *given, backend)
+        other = op.tssa_causal_bwd(*arguments, saved[0], 2 * saved[1], *call, backend)
     assert all(map(torch.equal, *twice))
     assert not torch.equal(twice[0][0], other[0])
 
@@ -123,13 +123,13 @@ LEFT = {
 
 @pytest.mark.parametrize(("every", "change"), LEFT.values(), ids=LEFT)
 def test_sums_that_are_not_those_before_its_steps_are_left(every, change, forward, backend):
-    w, temp, denom_bias, given = drawn(190, BF16, {})
-    given = given._replace(sums_every=every)
-    _, membership, sums = forward(w, temp, denom_bias, given)
+    w, temp, denom_bias, call = drawn(190, BF16, {})
+    call = call._replace(sums_every=every)
+    _, membership, sums = forward(w, temp, denom_bias, call)
     arguments = w.flip(0), membership, w, temp, denom_bias, membership
     with saving(PAIRS) as read:
-        found = op.tssa_causal_bwd(*arguments, change(sums), *given, backend)
-        nothing = given._replace(sums_every=0)
+        found = op.tssa_causal_bwd(*arguments, change(sums), *call, backend)
+        nothing = call._replace(sums_every=0)
         usual = op.tssa_causal_bwd(*arguments, nothing.empty_sums(w), *nothing, backend)
     assert read == [0, 0]
     assert all(map(torch.equal, found, usual))
@@ -139,14 +139,14 @@ def test_sums_that_are_not_those_before_its_steps_are_left(every, change, forwar
 def test_a_forward_of_other_kernels_saves_what_it_is_asked_for(tokens, backend, hopper):
     """A graph that was compiled before tuning, or for another GPU, has the distance in it."""
     hopper(PAIRS)
-    w, temp, denom_bias, given = drawn(tokens, BF16, {})
-    _, membership, sums = op.tssa_causal_fwd(w, temp, denom_bias, *given, backend)
-    torch.testing.assert_close(sums, saved_sums(w, membership, given), rtol=0, atol=0)
+    w, temp, denom_bias, call = drawn(tokens, BF16, {})
+    _, membership, sums = op.tssa_causal_fwd(w, temp, denom_bias, *call, backend)
+    torch.testing.assert_close(sums, saved_sums(w, membership, call), rtol=0, atol=0)
     assert sums.shape == (len(tokens) if isinstance(tokens, tuple) else 2, 2, 96 + 4 + 96)
     arguments = w.flip(0), membership, w, temp, denom_bias, membership
     with saving(PAIRS) as read:
-        found = op.tssa_causal_bwd(*arguments, sums, *given, backend)
-        walked = op.tssa_causal_bwd(*arguments, sums[:, :0], *given, backend)
+        found = op.tssa_causal_bwd(*arguments, sums, *call, backend)
+        walked = op.tssa_causal_bwd(*arguments, sums[:, :0], *call, backend)
     assert read == [STEP, 0]
     torch.testing.assert_close(found, walked, rtol=0.02, atol=0.02)
 
@@ -272,20 +272,20 @@ def test_a_compiled_call_of_any_length_saves_nothing(backend, hopper):
 
 
 def test_a_distance_below_zero_is_refused(backend):
-    w, temp, denom_bias, given = drawn(20, BF16, {})
-    given = given._replace(sums_every=-1)
+    w, temp, denom_bias, call = drawn(20, BF16, {})
+    call = call._replace(sums_every=-1)
     with pytest.raises(ValueError, match=r"^tssa: sums_every must be at least 0, got -1"):
-        op.tssa_causal_fwd(w, temp, denom_bias, *given, backend)
+        op.tssa_causal_fwd(w, temp, denom_bias, *call, backend)
     with pytest.raises(ValueError, match=r"^tssa backward: sums_every must be at least 0, got -1"):
-        op.tssa_causal_bwd(w, None, w, temp, denom_bias, w.new_ones(2, 3, 20).float(), temp[:0], *given, backend)
+        op.tssa_causal_bwd(w, None, w, temp, denom_bias, w.new_ones(2, 3, 20).float(), temp[:0], *call, backend)
 
 
 @pytest.mark.parametrize("backend", ["composite", pytest.param("cpp", marks=NEEDS_EXTENSION)])
 @pytest.mark.parametrize("tokens", [21, (9, 0, 21)], ids=["padded", "packed"])
 def test_every_backend_returns_the_sums_that_it_is_asked_for(tokens, backend):
-    w, temp, denom_bias, given = drawn(tokens, torch.float32, {})
-    given = given._replace(sums_every=4)
-    _, membership, sums = op.tssa_causal_fwd(w, temp, denom_bias, *given, backend)
+    w, temp, denom_bias, call = drawn(tokens, torch.float32, {})
+    call = call._replace(sums_every=4)
+    _, membership, sums = op.tssa_causal_fwd(w, temp, denom_bias, *call, backend)
     one = w[9:] if isinstance(tokens, tuple) else w[1].transpose(0, 1)
     members = membership[:, 9:] if isinstance(tokens, tuple) else membership[1]
     squares = one.double().square()

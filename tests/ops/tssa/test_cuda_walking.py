@@ -13,9 +13,9 @@ from tests.ops.tssa.walking import CASES, MORE, PAIRS, Walking, config, taking
 
 @pytest.mark.parametrize("name", {**CASES, **MORE})
 def test_a_step_fits_shared_memory(name):
-    given = Walking(name)
-    _, nheads, _, head_dim = given.case.shape
-    assert all(walking.shared_bytes(nheads, head_dim, back, given.config) <= MOST_SHARED for back in (False, True))
+    problem = Walking(name)
+    _, nheads, _, head_dim = problem.case.shape
+    assert all(walking.shared_bytes(nheads, head_dim, back, problem.config) <= MOST_SHARED for back in (False, True))
 
 
 @pytest.fixture
@@ -102,9 +102,9 @@ def test_a_part_of_dw_may_exceed_what_fp16_holds(dtype, backend, hopper):
     dout[:, :, 0] *= -1
     dmembership[:, 0] = 8e5 * torch.arange(1, 91)
     w, dout = w.to(dtype), dout.to(dtype)
-    most = torch.finfo(torch.float16).max
+    largest = torch.finfo(torch.float16).max
     alone, exact = (gradient_of("reference", torch.float64, w, dout, of) for of in (0 * dmembership, dmembership))
-    assert exact.abs().max() < most / 2 < most < alone.max()
+    assert exact.abs().max() < largest / 2 < largest < alone.max()
     with taking(PAIRS):
         found = gradient_of(backend, dtype, w, dout, dmembership)
     # Two roundings: of a part, nearly `alone`, and of the result.

@@ -8,7 +8,7 @@ from tests.ops.common import FORMS, backends, randn
 
 NUMPY = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # where Triton is interpreted
 BACKENDS = [param for param in backends("tssa") if param.values[1] == "cpu"]
-LEAST = torch.finfo(torch.float32).min
+LOWEST = torch.finfo(torch.float32).min
 
 
 def gradients(w, temp, bias, backend, lengths, longest):
@@ -24,7 +24,7 @@ def test_a_huge_bias_that_no_token_has(backend, device):
     w, temp = randn(4, 3, 17, dtype=torch.float32), torch.ones(3)
     bias = torch.zeros(3, 12)
     expected = gradients(w, temp, bias, backend, [4], 4)
-    bias[1:, 9] = LEAST
+    bias[1:, 9] = LOWEST
     found = gradients(w, temp, bias, backend, [4], 11)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 

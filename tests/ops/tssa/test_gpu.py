@@ -100,7 +100,7 @@ def test_forward_and_backward_replay_as_a_graph(dropout_p, shape, causal, backen
         w.copy_(tokens(*shape, seed=seed))
         actual = [t.clone() for t in replay()]
         assert all(t.isfinite().all() for t in actual)
-        if not dropout_p:  # whose seed goes on from replay to replay
+        if not dropout_p:  # whose seed advances from replay to replay
             check_equal(actual, differentiate(backend, w, causal=causal))
 
 
@@ -120,9 +120,9 @@ def test_decoding_replays_as_a_graph(backend):
         return cache, step
 
     (cache, step), (own, advance) = first_step(), first_step()
-    held = [t.clone() for t in cache._tensors()]
+    copies = [t.clone() for t in cache._tensors()]
     replay = captured(step)
-    for state, before in zip(cache._tensors(), held, strict=True):
+    for state, before in zip(cache._tensors(), copies, strict=True):
         state.copy_(before)
     for number in range(1, steps + 1):
         token.copy_(w[:, :, number : number + 1])

@@ -237,13 +237,13 @@ def test_the_bias_ends_with_the_sequence_not_with_the_tensor(backend, device):
 def test_a_bias_of_packed_sequences_covers_the_longest(backend, device):
     """Its gradient is written as far: behind a shorter one is memory of others."""
     w, offsets = randn(9, 3, 16, dtype=torch.float32, device=device), torch.tensor([0, 4, 9], dtype=torch.int32)
-    given = w, temps(3, device), bias(3, 4, device)
+    inputs = w, temps(3, device), bias(3, 4, device)
     packed = TSSACall(cu_seqlens=offsets.to(device), max_seqlen=5)
     match = r"denom_bias must be .*\(3, 5\) on .*, got .*\(3, 4\)"
     with pytest.raises(ValueError, match=match):
-        op.tssa_causal_fwd(*given, *packed, backend)
+        op.tssa_causal_fwd(*inputs, *packed, backend)
     with pytest.raises(ValueError, match=match):
-        op.tssa_causal_bwd(w, None, *given, w.new_ones(3, 9), packed.empty_sums(w), *packed, backend)
+        op.tssa_causal_bwd(w, None, *inputs, w.new_ones(3, 9), packed.empty_sums(w), *packed, backend)
 
 
 def test_users_are_not_shown_interpreted_bfloat16():

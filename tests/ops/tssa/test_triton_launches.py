@@ -20,8 +20,8 @@ def sizes(nheads, head_dim, dtype=torch.float32):
 # numbers a lane a warp of 32 has 256, and one of 64 has 512.
 GROUPS = {
     "all-heads": (("sm_90", 3, 64, torch.float32), (1, 2, 4, 64)),
-    "the-most-that-fit": (("sm_90", 12, 64, torch.float32), (3, 2, 4, 64)),
-    "the-most-that-divide": (("sm_90", 6, 64, torch.float32), (3, 1, 2, 64)),
+    "maximum-that-fits": (("sm_90", 12, 64, torch.float32), (3, 2, 4, 64)),
+    "maximum-that-divides": (("sm_90", 6, 64, torch.float32), (3, 1, 2, 64)),
     "one-each": (("sm_90", 7, 64, torch.float32), (7, 1, 1, 64)),
     "of-16-bits": (("sm_90", 12, 64, torch.bfloat16), (3, 1, 4, 64)),
     "wider-than-a-warp": (("sm_90", 2, 512, torch.float32), (2, 4, 1, 512)),
@@ -33,9 +33,9 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize(("given", "expected"), GROUPS.values(), ids=GROUPS)
-def test_heads_of_a_program(given, expected, monkeypatch):
-    arch, *shape = given
+@pytest.mark.parametrize(("size", "expected"), GROUPS.values(), ids=GROUPS)
+def test_heads_of_a_program(size, expected, monkeypatch):
+    arch, *shape = size
     monkeypatch.setattr(launch, "arch", lambda device: arch)
     with forced(tables.CAUSAL_BACKWARD, CONFIG):
         found = planner.head_groups(tables.CAUSAL_BACKWARD, sizes(*shape))
@@ -55,8 +55,8 @@ WARPS = {
 }
 
 
-@pytest.mark.parametrize(("given", "lane", "warps"), WARPS.values(), ids=WARPS)
-def test_warps_of_a_token(given, lane, warps, monkeypatch):
-    arch, *shape = given
+@pytest.mark.parametrize(("size", "lane", "warps"), WARPS.values(), ids=WARPS)
+def test_warps_of_a_token(size, lane, warps, monkeypatch):
+    arch, *shape = size
     monkeypatch.setattr(launch, "arch", lambda device: arch)
     assert planner.warps_of(sizes(*shape), lane) == warps

@@ -119,9 +119,9 @@ class Walking:
     kernels = ("tssa_causal_fwd_walking_kernel", "tssa_causal_bwd_walking_kernel")
 
     def __init__(self, name):
-        self.config, shape, given = {**CASES, **MORE}[name]
-        options = {"causal": True, "return_membership": True, **given.get("options", {})}
-        self.case = testing.Case("tssa", f"walking-{name}", shape, **{**given, "options": options})
+        self.config, shape, changes = {**CASES, **MORE}[name]
+        options = {"causal": True, "return_membership": True, **changes.get("options", {})}
+        self.case = testing.Case("tssa", f"walking-{name}", shape, **{**changes, "options": options})
 
     def check(self, backend, dtype, device="cpu", twice=False):
         """Compare a call that these kernels take with the error tolerance; return the largest share of it.

@@ -1,4 +1,4 @@
-"""Every launch of Triton that interpreted tests make, given to Triton's compiler as far as its own code goes.
+"""Every launch of Triton that interpreted tests make, compiled by Triton as far as its Python code goes.
 
 The interpreter runs kernels that the compiler refuses, as those that read a pointer where a launch passes None.
 

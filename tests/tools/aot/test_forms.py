@@ -26,7 +26,7 @@ def test_loops_are_the_inner_ones_before_the_exit():
 
 
 def test_the_loops_of_a_form_are_those_with_most_products_and_exponentials():
-    """Heads that a form leaves have loops before or behind its own, of fewer rows."""
+    """Heads that a form leaves have other loops before or behind, of fewer rows."""
     left = [INNER, MULTIPLY, EXPONENT, back(INNER)]
     whole = [OUTER, *[MULTIPLY] * 4, *[EXPONENT] * 2, back(OUTER)]
     masked = [".L_x_3:", *[MULTIPLY] * 3, *[EXPONENT] * 2, back(".L_x_3:")]

@@ -25,7 +25,7 @@ RECORD = {
         ((3, 9), "sm_90", False, 8),
     ],
 )
-def test_spills_are_held_to_the_record_of_the_version(version, target, strict, allowed, tmp_path, monkeypatch):
+def test_spills_are_compared_with_the_record_of_the_version(version, target, strict, allowed, tmp_path, monkeypatch):
     (tmp_path / "spills.json").write_text(json.dumps(RECORD))
     monkeypatch.setattr(harness, "RECORDED", tmp_path / "spills.json")
     monkeypatch.setattr(harness, "VERSION", version)

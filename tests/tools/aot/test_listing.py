@@ -1,4 +1,4 @@
-"""The reading of machine code, held to instructions that are counted by hand."""
+"""The reading of machine code, compared with instructions that are counted by hand."""
 
 import pytest
 

@@ -60,7 +60,7 @@ def test_a_figure_that_grew_is_named(key, monkeypatch, tmp_path):
 
 
 def test_the_main_kernels_have_a_record():
-    """A new family without figures would be held to nothing."""
+    """A new family without figures would have no check."""
     every = report.read()
     assert {compiler: set(every[compiler]) for compiler in every} == {
         version: {*report.TARGETS} for version in ("3.6", "3.7")

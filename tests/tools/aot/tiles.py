@@ -30,6 +30,6 @@ def thread_bits(text, lanes=32):
         numbers, bits = 1, max(int(tile[3]), 8)
         for size in tile[1].split("x"):
             numbers *= int(size)
-        least = 32 if "async_copy" in line else bits  # no copy to shared memory is narrower
-        found.setdefault(places.get(match[2]), set()).add(min(max(numbers * bits // threads, least), 128))
+        narrowest = 32 if "async_copy" in line else bits  # no copy to shared memory is narrower
+        found.setdefault(places.get(match[2]), set()).add(min(max(numbers * bits // threads, narrowest), 128))
     return found

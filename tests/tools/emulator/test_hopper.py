@@ -58,8 +58,8 @@ def test_a_product_takes_operands_of_every_layout(swizzle, a, b, columns, early,
     device(**HOPPER, early=early)
     left, right = whole(64, 64, seed=1, dtype=dtype), whole(columns, 64, seed=2, dtype=dtype)
     out = torch.empty(64, columns)
-    given = [x.t().contiguous() if major == "mn" else x for x, major in ((left, a), (right, b))]
-    library.probe_warp_group(*given, swizzle, a == "mn", b == "mn", a == "registers", out)
+    inputs = [x.t().contiguous() if major == "mn" else x for x, major in ((left, a), (right, b))]
+    library.probe_warp_group(*inputs, swizzle, a == "mn", b == "mn", a == "registers", out)
     assert torch.equal(out.double(), left.double() @ right.double().t())
 
 
@@ -187,9 +187,9 @@ def test_a_bulk_copy_brings_what_lies_there(cluster, descending, library, device
 )
 def test_a_wrong_bulk_copy_is_seen(change, says, descending, library, device):
     device(**HOPPER, descending=descending)
-    given = {"size": 256, "skipped": 0, "waits": True, **change}
+    options = {"size": 256, "skipped": 0, "waits": True, **change}
     with pytest.raises(RuntimeError, match=f"emulator: .*{says}"):
-        library.probe_bulk(torch.randn(256), torch.empty(192), *given.values(), 1)
+        library.probe_bulk(torch.randn(256), torch.empty(192), *options.values(), 1)
 
 
 def run_pipeline(library, fault, tiles=5):

@@ -1,8 +1,8 @@
 """Let a plan that is checked repeat interpreted launches without computing them: what they left is copied.
 
 A launch is a function of its kernel, its numbers, which of its tensors overlap, and the bytes that it reads. While a
-call is ``noted``, each launch leaves what it was given, read and wrote. While it is ``repeated``, a launch that is
-given the same, in the same order, writes the same; any other is computed.
+call is ``noted``, each launch leaves its arguments, and what it read and wrote. While it is ``repeated``, a launch that
+has the same arguments, in the same order, writes the same; any other is computed.
 """
 
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ _noted, _repeated = [], []  # of contexts that are open: lists of launches, and 
 
 
 def _flat(arguments):
-    """Return the bits of a launch's tensors, each from its first element to its last, and what else was given."""
+    """Return the bits of a launch's tensors, each from its first element to its last, and other arguments."""
     tensors = []
 
     def place(value):
@@ -35,7 +35,7 @@ def _flat(arguments):
 
 
 class _Launch:
-    """What a launch was given, read and wrote."""
+    """A launch's arguments, and what it read and wrote."""
 
     def __init__(self, executor, arguments):
         self._tensors, self._others = _flat(arguments)
@@ -51,7 +51,7 @@ class _Launch:
         del self._tensors, self._before, self.read, self.written
 
     def repeat(self, executor, arguments):
-        """Write what this launch wrote, and return True, if another is given the same."""
+        """Write what this launch wrote, and return True, if another has the same arguments."""
         tensors, others = _flat(arguments)
         if (self._kernel, self._others) != ((executor.fn, executor.grid), others):
             return False

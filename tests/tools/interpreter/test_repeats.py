@@ -31,14 +31,14 @@ def interpreted():
         yield
 
 
-def given(**changed):
+def launch_arguments(**changed):
     numbers = {name: torch.arange(4.0) + place for place, name in enumerate(("x_ptr", "y_ptr"))}
     return {**numbers, "out_ptr": torch.full((4,), torch.nan), "factor": 2.0, "SIZE": 4, **changed}
 
 
 def launch(**changed):
     """Launch once and return the output."""
-    arguments = given(**changed)
+    arguments = launch_arguments(**changed)
     kernel[(1,)](**arguments)
     return arguments["out_ptr"]
 
@@ -53,7 +53,7 @@ def repeat(**changed):
     return out, bool(computed)
 
 
-x, y = given()["x_ptr"], given()["y_ptr"]
+x, y = launch_arguments()["x_ptr"], launch_arguments()["y_ptr"]
 SAME = {
     "elsewhere": {"x_ptr": x.clone()},
     "what-is-not-read": {"x_ptr": torch.tensor([*x[:3], 7.0]), "out_ptr": torch.zeros(4)},

@@ -46,7 +46,7 @@ Preference asked;
 
 namespace {
 
-// Multiplies as it was told to; false: it was told to do what the library refuses.
+// Multiplies by the descriptors passed; false: the library refuses them.
 template <class T>
 bool multiply(const Operation& o, float alpha, const void* a, const Layout& la, const void* b, const Layout& lb,
               float beta, const void* c, void* d, const Layout& ld) {

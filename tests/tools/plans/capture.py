@@ -25,7 +25,7 @@ def current():
 class Graph:
     """Launches, to be made later, as often as wanted.
 
-    Of a real graph, memory that was allocated in its capture is its own for good, though its tensors are gone. Here the
+    Of a real graph, memory that was allocated in its capture stays allocated, though its tensors are gone. Here the
     allocator gives it to others, and replays take other memory in its place, which holds NaN before each of them.
 
     Attributes:
@@ -51,8 +51,8 @@ class Graph:
                 address = int.from_bytes(contents[place], "little")
                 if extent:
                     moved[place] = _moved(address, (*memory, *own)).to_bytes(8, "little")
-            held = [ctypes.create_string_buffer(each, 8) for each in moved]
-            make((ctypes.c_void_p * len(held))(*map(ctypes.addressof, held)))
+            buffers = [ctypes.create_string_buffer(each, 8) for each in moved]
+            make((ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers)))
 
     def _own(self, static):
         """Return (first, end, where it is now) of memory that launches touch and no static tensor has."""

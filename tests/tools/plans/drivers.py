@@ -77,7 +77,7 @@ class Machine:
         def c(*arguments):
             return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)
 
-        functions = (  # held as long as they may be called
+        functions = (  # kept alive as long as they may be called
             LAUNCH(lambda config, *_: self._ask("launch", ctypes.c_void_p.from_address(config + 32).value)),
             c(integer, pointer)(lambda device, out: self._ask("stream", device, out, self.streams[device])),
             None,

@@ -3,7 +3,7 @@
 The kernels are those of an H100, compiled without one and launched by a driver that does nothing, so that what is left
 is the host's work: Python, the dispatcher, allocation and the launch. Tensors are tiny, for the CPU computes what is
 PyTorch's own: all of its attention, the products of ``ista``, and linear layers. One thread; microseconds; each figure
-is the least of rounds in which all calls take turns, each for a moment that others' work rarely interrupts.
+is the minimum over rounds that interleave all calls, each for a moment that others' work rarely interrupts.
 """
 
 import argparse
@@ -101,10 +101,10 @@ def forms(call, leaf, dout):
 
 
 def measure(folder, rounds, dtype=torch.bfloat16):
-    """Return the least microseconds of every call, by name and kind."""
-    least, counts = {}, {}
+    """Return the minimum microseconds of every call, by name and kind."""
+    fastest, counts = {}, {}
     with drivers.idle(folder):
-        timed = {(name, kind): run for name, given in calls(dtype).items() for kind, run in forms(*given).items()}
+        timed = {(name, kind): run for name, inputs in calls(dtype).items() for kind, run in forms(*inputs).items()}
         for key, run in timed.items():
             for _ in range(4):
                 run()
@@ -112,10 +112,10 @@ def measure(folder, rounds, dtype=torch.bfloat16):
         for _ in range(rounds):
             for key, run in timed.items():
                 run()
-                least[key] = min(least.get(key, math.inf), seconds(run, counts[key]))
+                fastest[key] = min(fastest.get(key, math.inf), seconds(run, counts[key]))
         hits, misses, plans = plan.counts()
     found: dict[str, dict] = {name: {"of": OF.get(name, SDPA)} for name, _ in timed}
-    for (name, kind), spent in least.items():
+    for (name, kind), spent in fastest.items():
         found[name][kind] = round(1e6 * spent, 2)
     return found, {"hits": hits, "misses": misses, "plans": plans}
 

@@ -15,9 +15,9 @@ def recorded(body, *tensors):
 def launching(a, scratch=False, **changed):
     """Launch function 5 on a tensor, an output and perhaps scratch memory, where a recorder is there to see it."""
     out = a.new_empty(a.shape)
-    given = [a, out, struct.pack("<i", 7), *([a.new_empty(3)] if scratch else []), None]
+    inputs = [a, out, struct.pack("<i", 7), *([a.new_empty(3)] if scratch else []), None]
     fields = dict(grid=(2, 3, 4), threads=128, shared_bytes=96, ctas=1, cooperative=False, serialized=False)
-    launch = launches.Launch(function=5, parameters=given, **{**fields, "owner": None, **changed})
+    launch = launches.Launch(function=5, parameters=inputs, **{**fields, "owner": None, **changed})
     if (recorder := recording.recorder()) is not None:
         recorder.launched(lambda: launch)
     return out

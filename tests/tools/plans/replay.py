@@ -1,4 +1,4 @@
-"""Plans held to what they repeat: the first call of every kind is recorded and repeated at once on copies.
+"""Plans compared with the calls that they repeat: the first of every kind is recorded and repeated at once on copies.
 
 The copies have other addresses, and the same strides, alignment and values. Results, and tensors that the call writes,
 have to be the same bits. Later calls of that kind are repetitions, which the test itself judges.
@@ -19,20 +19,20 @@ def copies_of(tensors):
     """Copy tensors with all that lies around them: those of one memory are of one again, for a kernel may tell."""
     memory = {}
     for t in tensors:
-        held = t.untyped_storage()
-        if held.data_ptr() not in memory:
-            before, after = len(held) and held.data_ptr() % 16, held.nbytes()
-            room = torch.zeros(after + 16, dtype=torch.uint8, device=t.device).untyped_storage()
-            shift = (before - room.data_ptr()) % 16
-            torch.tensor([], dtype=torch.uint8, device=t.device).set_(room, shift, (after,)).copy_(
-                torch.tensor([], dtype=torch.uint8, device=t.device).set_(held)
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in memory:
+            before, after = len(storage) and storage.data_ptr() % 16, storage.nbytes()
+            memory_of_copy = torch.zeros(after + 16, dtype=torch.uint8, device=t.device).untyped_storage()
+            shift = (before - memory_of_copy.data_ptr()) % 16
+            torch.tensor([], dtype=torch.uint8, device=t.device).set_(memory_of_copy, shift, (after,)).copy_(
+                torch.tensor([], dtype=torch.uint8, device=t.device).set_(storage)
             )
-            memory[held.data_ptr()] = room, shift
+            memory[storage.data_ptr()] = memory_of_copy, shift
     found = []
     for t in tensors:
-        room, shift = memory[t.untyped_storage().data_ptr()]
+        memory_of_copy, shift = memory[t.untyped_storage().data_ptr()]
         first = t.storage_offset() + shift // t.element_size()
-        found.append(torch.tensor([], dtype=t.dtype, device=t.device).set_(room, first, t.shape, t.stride()))
+        found.append(torch.tensor([], dtype=t.dtype, device=t.device).set_(memory_of_copy, first, t.shape, t.stride()))
     return found
 
 

@@ -26,8 +26,8 @@ PLANS = {"no_grad": 1, "grad": 1, "both": 2}
 )
 def test_every_timed_call_is_a_plan(dtype, tmp_path):
     with drivers.idle(tmp_path):
-        for name, given in host.calls(dtype).items():
-            for kind, run in host.forms(*given).items():
+        for name, inputs in host.calls(dtype).items():
+            for kind, run in host.forms(*inputs).items():
                 for _ in range(3):
                     run()
                 before, _, _ = plan.counts()

@@ -12,7 +12,7 @@ from tests.tools.ship import matrix
 
 @pytest.fixture
 def cells(monkeypatch, tmp_path):
-    """Two cells in a folder of their own; returns the names of those that were run, which all pass."""
+    """Two cells in a separate folder; returns the names of those that were run, which all pass."""
     ran = []
 
     def run(cell, part, workers):

@@ -24,7 +24,7 @@ def faults(wheel):
 
 
 def try_out(wheel, folder):
-    """Install a wheel with its dependencies where there is no compiler and an empty home; run it on its own library."""
+    """Install a wheel with its dependencies where there is no compiler and an empty home; run it on its library."""
     python = folder / "venv" / "bin" / "python"
     run([sys.executable, "-m", "venv", str(folder / "venv")])
     constraints = ["-c", str(ROOT / "constraints.txt")]

@@ -65,7 +65,7 @@ def build(out, levels):
 
 
 def has(op, level):
-    """Whether an operator has kernels of its own at a level."""
+    """Whether an operator has other kernels at a level."""
     return (CSRC / "common" / "cpu" / "isa" / f"{op}_{level}.cpp").exists()
 
 

@@ -9,8 +9,8 @@ void run_decode(ScalarType dtype, int64_t nheads, int64_t cached, int64_t tokens
   const int64_t batch = 2, head_dim = 20, capacity = cached + tokens;
   const Tensor w = Tensor::numbers(dtype, {batch, tokens, nheads, head_dim}).transposed(1, 2);
   const Tensor data = Tensor::numbers(dtype, {batch, nheads, capacity, head_dim});
-  const int32_t held = static_cast<int32_t>(cached);
-  const Tensor lengths = Tensor::of<int32_t>(ScalarType::Int, {batch}, {held, held / 2});
+  const int32_t length = static_cast<int32_t>(cached);
+  const Tensor lengths = Tensor::of<int32_t>(ScalarType::Int, {batch}, {length, length / 2});
   const Tensor out(dtype, {batch, nheads, tokens, head_dim}), lse(ScalarType::Float, {batch, nheads, tokens});
   MssaDecodeCall call = {{}, capacity, false, 0.3, true};
   if (padded) call.key_padding_mask = Tensor(ScalarType::Bool, {batch, tokens});  // none of them is kept

@@ -78,7 +78,7 @@ void run_steps_of_a_cache(ScalarType dtype, int64_t batch, int64_t tokens) {
 
 void run_tssa(ScalarType dtype) {
   using namespace crate_kernels;
-  for (const int64_t batch : {1, 5}) {  // threads share a sequence, or have sequences of their own
+  for (const int64_t batch : {1, 5}) {  // threads share a sequence, or have one each
     for (const bool causal : {false, true}) {
       run(dtype, causal, batch, {});
       TssaCall padded, packed, dropped;

@@ -101,7 +101,7 @@ def _halves(t: Tensor, half: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _one_product(table: Table, tokens: Tensor, equal: float) -> bool:
-    """Tell whether ``tokens`` take one product; from ``equal`` times dim tokens on it is no more FLOP than two."""
+    """Return whether ``tokens`` take one product; from ``equal`` times dim tokens on it is no more FLOP than two."""
     count, dim = tokens.shape
     return 100 * count >= table.config(tokens.device, dim, count, False, tokens.dtype)["ONE"] * equal * dim
 

@@ -129,7 +129,7 @@ def kernels() -> list[Kernel]:
     """List kernels of published sizes, of which registers are recorded; a call may need another of ``every_kernel``."""
     backwards = [(64, 208, False), (64, 208, True), (48, 208, False), (32, 208, False), (128, 208, False)]
     backwards += [(64, 64, False), (64, 256, False)]
-    backwards += [(64, 256, True), (128, 208, True), (128, 224, False)]  # those with the least room for registers
+    backwards += [(64, 256, True), (128, 208, True), (128, 224, False)]  # those with the fewest registers left
     forwards = [(64, 208), (48, 208), (32, 208), (128, 208), (64, 64), (64, 256), (128, 256)]
     forwards += [(64, 112), (32, 112), (128, 96)]  # those with the most registers
     return [

@@ -63,7 +63,7 @@ def forward(fields: dict, w: Tensor, apart: bool = False) -> None:
 
 
 def backward(fields: dict, w: Tensor, apart: bool = False) -> None:
-    """Launch a backward. With a threshold, a forward writes what it needs first; ranges are given it."""
+    """Launch a backward. With a threshold, a forward writes what it needs first; ranges get it passed."""
     if fields.get("select_level") is not None:
         forward(fields, w)
     elif not apart:

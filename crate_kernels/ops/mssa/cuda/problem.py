@@ -75,7 +75,7 @@ class MssaMasking(Record):
 
 
 class MssaProblem(Record):
-    """The tensors of a call in four parts, its sizes and options. Fields of the parts are given by their own names."""
+    """The tensors of a call in four parts, its sizes and options. Fields of the parts are passed by their names."""
 
     cpp = "mssa::Problem"
     _fields_ = (

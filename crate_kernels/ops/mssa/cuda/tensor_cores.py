@@ -98,7 +98,7 @@ def round_gradients(w: Tensor, call: MSSACall, has_scores: bool) -> bool:
 def _launch(
     kernel: Kernel, fields: dict, w: Tensor, blocks: int, threads: int, shared_bytes: int, left: Tensor | None = None
 ) -> None:
-    """Launch a kernel with ``blocks`` blocks for each head; for those that have tokens left, if ``left`` is given."""
+    """Launch a kernel with ``blocks`` blocks for each head; for those that have tokens left, if ``left`` is passed."""
     shape = Shape(fields["sequences"] * fields["nheads"] * blocks, threads, shared_bytes)
     parameters = MssaProblem(**fields, blocks=blocks)
     if left is None:

@@ -1,4 +1,4 @@
-"""The walk of the backward over divided gradients: one weight serves both directions, with no factor of its own.
+"""The walk of the backward over divided gradients: one weight serves both directions, without another factor.
 
 With ``r_i = exp(L_i - shift)``, ``h_i = g_i / r_i`` rounded once, and ``delta_i`` made of that very h_i, the rest is
 symmetric (docs/derivations.md); divided.py prepares h and delta, in which the gradient of L is too:

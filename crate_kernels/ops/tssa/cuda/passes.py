@@ -65,7 +65,7 @@ def _empty_sums(w: Tensor, p: TssaProblem, form: LaunchForm, by_channel: int = 1
 
 
 def _sums(w: Tensor, p: TssaProblem, form: LaunchForm) -> list[Tensor | None]:
-    """Allocate the sums of chunks of two steps, or what clusters that share sequences tell each other."""
+    """Allocate the sums of chunks of two steps, or what clusters that share sequences exchange."""
     if form.persistent is not None and form.persistent.counters:
         counters = w.new_zeros(form.persistent.counters, dtype=torch.int32)
         return [w.new_empty(form.persistent.exchanged, dtype=torch.float32), counters]

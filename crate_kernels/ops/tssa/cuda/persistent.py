@@ -1,7 +1,7 @@
 """Plans the persistent kernels of the full form on Hopper GPUs: csrc/tssa/cuda/persistent.cuh.
 
 Clusters stay on their multiprocessors and take one sequence after another. They serve 16-bit tokens whose heads are of
-16 channels or a multiple, and which fit a cluster's shared memory, or that of several clusters: these tell each other
+16 channels or a multiple, and which fit a cluster's shared memory, or that of several clusters: these exchange
 their sums through the L2 cache, and wait for each other. So all of them must be on the GPU at once: the planner asks
 how many it holds, and the launch is cooperative, which the driver refuses where it cannot be.
 
@@ -69,7 +69,7 @@ class Persistent(NamedTuple):
 
     Attributes:
         kernel, shape: the launch.
-        exchanged: numbers that clusters which share sequences tell each other.
+        exchanged: numbers that clusters which share sequences exchange.
         counters: how many counters the clusters that share sequences need.
     """
 
@@ -79,10 +79,10 @@ class Persistent(NamedTuple):
     counters: int = 0
 
 
-def threads_of(width: int, least: int) -> int:
+def threads_of(width: int, min_threads: int) -> int:
     """Return the threads of a block: whole warps, and groups of a thread for each vector of a token."""
     unit = math.lcm(width // VECTOR, 32)
-    return -(-least // unit) * unit
+    return -(-min_threads // unit) * unit
 
 
 def round_up_4(count: int) -> int:

@@ -1,7 +1,7 @@
 """The causal form in Triton, backward: two scans from the last token to the first, over running sums summed again.
 
 A program has some heads of a chunk, one warp for 16 bytes of a token per thread, and goes through it in tiles. Heads
-meet in the softmax alone, which has a launch of its own: no step waits for another warp. DMOMENT keeps the running sums
+meet in the softmax alone, which is a separate launch: no step waits for another warp. DMOMENT keeps the running sums
 at marks, every MARK tokens; where a step scans backwards, it adds them up again from the mark before each tile. Each
 step reads the sums that ``scan_chunks`` made of those before. Passes and rows as in ``causal.py``, (read, written):
 
@@ -300,7 +300,7 @@ def backward_causal(
         membership.contiguous(),
     )
     totals, dmoments, denergies = sizes.empty_sums(nchunks, 2), sizes.empty_sums(nchunks), sizes.empty_sums(nchunks)
-    # Of float32 tokens DENERGY takes the bias into dtemp; others have no digits that would tell.
+    # Of float32 tokens DENERGY takes the bias into dtemp; others have too few digits for a difference.
     wide = w.dtype == torch.float32
     bias_strides = denom_bias.stride()[:2] if wide and denom_bias is not None else (0, 0)
     arguments = {

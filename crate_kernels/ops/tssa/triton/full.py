@@ -5,7 +5,7 @@ cache, which holds what the programs of one wave read. Longer sequences are cut 
 of its own, with the chunks' sums added up in between. ``full_backward.py`` has the same two ways.
 
 Traffic from memory as (read, written). A pass is one tensor of w's size, batch * nheads * seqlen * head_dim * itemsize
-bytes; a row is the membership or scratch like it, batch * nheads * seqlen * 4 bytes. The floors are the least passes
+bytes; a row is the membership or scratch like it, batch * nheads * seqlen * 4 bytes. The floors are the minimum
 without sums from the producer of w. There is no matrix product.
 
 ============== =============== ============== =============== ============== ======== =======

@@ -11,7 +11,7 @@ namespace torch::stable {
 
 int64_t get_num_threads();
 
-// Calls body(begin, end) on parts of [begin, end), each on a thread of its own. All threads exist before the first part
+// Calls body(begin, end) on parts of [begin, end), each on another thread. All threads exist before the first part
 // starts: nothing but the library's own order is then between two parts.
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const std::function<void(int64_t, int64_t)>& body);
 

@@ -1,4 +1,4 @@
-// Stands in for PyTorch's header of this name: a check that throws what it was told.
+// Stands in for PyTorch's header of this name: a check that throws its message.
 #pragma once
 
 #include <sstream>
