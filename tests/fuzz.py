@@ -39,7 +39,7 @@ BACKENDS = (ANY, "cpp", "composite", "reference", "emulated", *HOPPER, "triton",
 STATUSES = ("passed", "close", "refused", "limit", "loaded", "failed", "broken")
 BAD = ("failed", "broken")
 INCOMPLETE = 3  # exit status: nothing failed, but time was up
-MOST_DEATHS = 20  # of a process's turn at a cell
+MAX_DEATHS = 20  # of a process's turn at a cell
 
 
 def parse(argv=None):
@@ -127,7 +127,7 @@ def part(arguments, out, op, backend, job, stop_at):
     command = ["-m", "tests.fuzz", "--backend", backend, "--out", out, "--child", job, "--jobs", arguments.jobs]
     command += ["--calls", arguments.calls, "--start", arguments.start, *(["--op", op] if op else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": str(int(backend == "triton"))}
-    for _ in range(MOST_DEATHS):
+    for _ in range(MAX_DEATHS):
         if stop_at is not None and time.monotonic() > stop_at:
             break
         left = [] if stop_at is None else ["--minutes", (stop_at - time.monotonic()) / 60]

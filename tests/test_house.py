@@ -30,8 +30,8 @@ FLOORS = (
 )
 FLOOR = {package: number for number, packages in enumerate(FLOORS) for package in packages}
 BACKENDS = ("reference", "composite", "native", "triton")
-MOST_PARAMETERS = 8
-MOST_OF_A_KERNEL = 30
+MAX_PARAMETERS = 8
+MAX_OF_A_KERNEL = 30
 
 
 def name(path):
@@ -120,7 +120,7 @@ def test_parameter_lists_are_short():
         for path in SOURCES
         for node in nodes(path)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and len([a for a in parameters(node) if a.arg not in ("self", "cls")]) > MOST_PARAMETERS
+        and len([a for a in parameters(node) if a.arg not in ("self", "cls")]) > MAX_PARAMETERS
         and not is_kernel(node)
         and path.name != "api.py"
         and package_of(name(path)) not in ("models", "nn")
@@ -167,7 +167,7 @@ def test_kernels_take_records():
     assert len(triton) > 60
     assert len(cuda) == defined > 30
     assert min(cuda.values()) > 0
-    assert {kernel: n for kernel, n in (triton | cuda).items() if n > MOST_OF_A_KERNEL} == {}
+    assert {kernel: n for kernel, n in (triton | cuda).items() if n > MAX_OF_A_KERNEL} == {}
 
 
 def test_class_names_are_unique():

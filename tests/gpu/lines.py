@@ -5,7 +5,7 @@ import os
 from collections import Counter
 
 # A process that ends within an item leaves "started" without a result. The device's time may have been up: try again.
-MOST_ATTEMPTS = 2
+MAX_ATTEMPTS = 2
 
 
 def append(path, **fields):
@@ -35,7 +35,7 @@ def results(path):
         name = line["item"]
         if line["outcome"] == "started":
             attempts[name] += 1
-            if attempts[name] >= MOST_ATTEMPTS:
+            if attempts[name] >= MAX_ATTEMPTS:
                 found[name] = {**line, "outcome": "lost"}
         else:
             attempts[name] = 0

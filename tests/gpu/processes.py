@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Exit statuses of what ends by itself. INCOMPLETE: time was up. BROKEN: some items could not even begin, as if a file
 # of tests cannot be imported. 1 is that of an exception, or of an item that hangs.
 DONE, INCOMPLETE, FAILED, BROKEN = 0, 3, 4, 5
-MOST_STARTS = 12  # of one process
+MAX_STARTS = 12  # of one process
 GRACE = 15.0  # seconds after the deadline; what knows the deadline ends before
 
 
@@ -74,7 +74,7 @@ def side_by_side(commands, deadline, start, grace=GRACE):
                 end(process)
                 del running[index]
                 died = status not in (DONE, FAILED, INCOMPLETE, BROKEN)
-                if died and time.monotonic() < deadline and starts[index] < MOST_STARTS:
+                if died and time.monotonic() < deadline and starts[index] < MAX_STARTS:
                     starts[index] += 1
                     running[index] = started(index)
                 else:

@@ -17,8 +17,8 @@ from crate_kernels.experiments.common import fit
 from tests.loaders import mutations
 from tests.loaders.training import training
 
-MOST_SECONDS = 10  # of the processor; and ten times as long on the clock
-MOST_BYTES = 384 << 20  # of address space, beyond what the process has; the largest text that is parsed has 8 MiB
+MAX_SECONDS = 10  # of the processor; and ten times as long on the clock
+MAX_BYTES = 384 << 20  # of address space, beyond what the process has; the largest text that is parsed has 8 MiB
 
 
 class Verdict(NamedTuple):
@@ -97,18 +97,18 @@ def _bounded():
     """Limit time and address space of a block."""
 
     def late(*_):
-        raise TimeoutError(f"more than {MOST_SECONDS} s")
+        raise TimeoutError(f"more than {MAX_SECONDS} s")
 
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     clocks = {
-        signal.SIGPROF: (signal.ITIMER_PROF, MOST_SECONDS),
-        signal.SIGALRM: (signal.ITIMER_REAL, 10 * MOST_SECONDS),
+        signal.SIGPROF: (signal.ITIMER_PROF, MAX_SECONDS),
+        signal.SIGALRM: (signal.ITIMER_REAL, 10 * MAX_SECONDS),
     }
     before = {number: signal.signal(number, late) for number in clocks}
     for clock, seconds in clocks.values():
         signal.setitimer(clock, seconds)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MOST_BYTES, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MAX_BYTES, hard))
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ namespace crate_kernels::mssa {
 // Writes half the score of every token with itself, in bits, and which tokens are keys. Writes the largest norm of each
 // warp's keys; causal, of each 32 tokens', and beside every norm the largest of the keys up to it in its 32.
 template <class S>
-CRATE_DEVICE void measure(const HeadCall& call, const Head& head, uint32_t base, uint32_t w) {
+CRATE_DEVICE void write_norms(const HeadCall& call, const Head& head, uint32_t base, uint32_t w) {
   using T = typename S::T;
   const uint8_t* const key_mask = head.key_mask(call);
   float maximum = -INFINITY;
@@ -20,7 +20,7 @@ CRATE_DEVICE void measure(const HeadCall& call, const Head& head, uint32_t base,
     const uint32_t keys = __ballot_sync(kAllLanes, is_key);
     if (row % 32 == 0) store_shared(base + S::kKeys + row / 8, __uint_as_float(keys));
     if (!S::kCausal && row >= S::kRows) continue;
-    uint32_t sums[4] = {};  // of squares, rounded: a shift has room for that
+    uint32_t sums[4] = {};  // of squares, rounded: a shift tolerates that
 #pragma unroll
     for (int chunk = 0; chunk < S::kDim / 8; ++chunk) {
       const uint4 bits =
@@ -172,7 +172,7 @@ CRATE_DEVICE void finish_tail(const HeadCall& call, int index, const HeadOutput<
   }
 }
 
-// out of the 64 rows from `first` on. Causal, each 64 have code of their own, which is for FIRST and those behind it.
+// out of the 64 rows from `first` on. Causal, each 64 have separate code: this is for FIRST and those behind it.
 template <int FIRST, class S>
 CRATE_DEVICE void attend(const HeadCall& call, int index, HeadOutput<S>& output, int first) {
   if (!S::kCausal || first == FIRST) {
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(128, HeadForwardShape<T, DIM, ROWS, CAUSAL>::k
     __syncthreads();
     if (S::kStages == 2) load(index + gridDim.x, 2 * base + S::kStage - stage);
     const Head head(call, index);
-    measure<S>(call, head, base, stage);
+    write_norms<S>(call, head, base, stage);
     if (threadIdx.x == 0) {
       const uint64_t out = head.offset(call, call.out), lse = head.row;
       store_shared_4(base + S::kPlaces, {static_cast<uint32_t>(out), static_cast<uint32_t>(out >> 32),

@@ -20,7 +20,7 @@
 //     dw_i = sum_j scale A_ij w_j + sum_{j >= i} E_ij g^_j
 //
 // A is symmetric as before. Of three products for E and A a tile off the diagonal has two, and one before it no sum of
-// g^. Each warp group has a walk of its own: on which side of the diagonal a tile is, its code knows.
+// g^. Each warp group has separate code for its walk: on which side of the diagonal a tile is, its code knows.
 //
 // If the rounding of out would show in dw, d^_i = sum_j E_ij g^_i . w_j / sum_j E_ij - dlse_i / r_i, two products more.
 // A head is left to other kernels if lse spreads too far for E and g^, or is too large for its own rounding.
@@ -174,9 +174,9 @@ struct HeadGradient {
   template <int GROUP, int COLUMN>
   static constexpr int width() {
     constexpr int kEnd = COLUMN < 64 * S::kBlocks ? 64 * S::kBlocks : S::kRows;
-    constexpr bool kHalf = side<GROUP, COLUMN>() == Side::kBoth || (S::kMasked && COLUMN >= 64 * S::kBlocks);
-    constexpr int kTile = kHalf ? S::kTile / 2 : S::kTile;
-    return kEnd - COLUMN < kTile ? kEnd - COLUMN : kTile;
+    constexpr bool kNarrow = side<GROUP, COLUMN>() == Side::kBoth || (S::kMasked && COLUMN >= 64 * S::kBlocks);
+    constexpr int kWidth = kNarrow ? S::kTile / 2 : S::kTile;
+    return kEnd - COLUMN < kWidth ? kEnd - COLUMN : kWidth;
   }
 
   // Adds all columns from COLUMN on, whose products have begun, to the rows of warp group GROUP, or of any if attention
@@ -293,12 +293,12 @@ struct HeadGradient {
   template <int FIRST>
   CRATE_DEVICE void put_tail_columns() {
     if constexpr (FIRST < S::kTail) {
-      constexpr int kBegin = 64 * S::kBlocks + FIRST, kTop = S::kRows - 64;
+      constexpr int kBegin = 64 * S::kBlocks + FIRST, kLastRows = S::kRows - 64;
       constexpr int kWidth = width<S::kBlocks, kBegin>();
       constexpr Side kSide = side<S::kBlocks, kBegin>();
       Sums<kWidth, kSide> sums;
-      const int row = kTop + 16 * at.warp + (at.lane() >> 2);
-      left = w + kTop * kRowBytes;
+      const int row = kLastRows + 16 * at.warp + (at.lane() >> 2);
+      left = w + kLastRows * kRowBytes;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         delta[half] = load_shared(at.base + S::kDeltas + 4 * (row + 8 * half));
@@ -307,12 +307,12 @@ struct HeadGradient {
       start(sums, kBegin);
       wgmma_wait<1>();
       pin(sums.s);
-      const int behind = kTop - kBegin + place();
+      const int behind = kLastRows - kBegin + place();
       weigh(sums, behind);
       pack_sums<T, kWidth>(a, sums.t);
       weigh_columns<kBegin, kWidth, kSide>(sums.s, behind);
       pack_sums<T, kWidth>(e, sums.s);
-      if (kTop + 16 * at.warp >= 64 * S::kBlocks) put_columns<kWidth, true>(kTop + 16 * at.warp, FIRST);
+      if (kLastRows + 16 * at.warp >= 64 * S::kBlocks) put_columns<kWidth, true>(kLastRows + 16 * at.warp, FIRST);
       put_tail_columns<FIRST + kWidth>();
     }
   }

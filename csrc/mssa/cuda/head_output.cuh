@@ -11,7 +11,7 @@
 // scores and go through shared memory; the products for their out are channels times tokens.
 //
 // Causal, a row has the largest n of the tokens up to it in its shift, so that no bit of a prefix depends on later
-// tokens. Each 64 rows have a walk of their own, which ends with them; the tail's columns meet them as before, as
+// tokens. Each 64 rows have a separate walk, which ends with them; the tail's columns meet them as before, as
 // queries.
 //
 // out is divided by the sum of the rounded weights, a product with ones; lse has that of the exact ones. A head of
@@ -36,13 +36,13 @@ struct HeadForwardShape {
   static constexpr uint32_t kColumns = kTail == 0 ? 0 : (kRows * Columns<kTail>::kPitch + 1023) / 1024 * 1024;
   static constexpr uint32_t kPartial = kThreads * kTail;  // a thread's sums of the tail's columns
   static constexpr uint32_t kRest = kStaging + kColumns + kPartial + 1024 + 1024 + 512;  // norms, sums, ones
-  // So many blocks share a multiprocessor, by their registers; a second stage, for the next head, if they do with it.
+  // Registers let so many blocks share a multiprocessor. The next head has a second stage if shared memory allows.
   static constexpr int kMaxBeside = kDim <= 112 ? 3 : 2;
   static constexpr uint32_t kMultiprocessor = 233472, kReserved = 1024;
   static constexpr int kStages = kMaxBeside * (2 * kStage + kRest + kReserved) <= kMultiprocessor ? 2 : 1;
   static constexpr uint32_t kBytes = kStages * kStage + kRest;
-  static constexpr int kRoom = kMultiprocessor / (kBytes + kReserved);
-  static constexpr int kBeside = kRoom < kMaxBeside ? kRoom : kMaxBeside;
+  static constexpr int kFitting = kMultiprocessor / (kBytes + kReserved);
+  static constexpr int kBeside = kFitting < kMaxBeside ? kFitting : kMaxBeside;
   // Places in shared memory, behind the stages.
   static constexpr uint32_t kStagingAt = kStages * kStage, kColumnsAt = kStagingAt + kStaging;
   static constexpr uint32_t kPartials = kColumnsAt + kColumns, kNorms = kPartials + kPartial, kSums = kNorms + 1024;
@@ -66,9 +66,9 @@ struct HeadOutput {
   uint32_t rows[S::kDim / 16][4];  // (16, kDim) per warp: the left operand of the scores
   uint32_t p[S::kFragments][4];    // (16, kTile) per warp: weights, rounded
 
-  // The column behind COLUMN and so many more, of the rows from FIRST on: causal, behind them is the tail.
+  // The first column of the tile after COLUMN's, for the rows from FIRST on. Causal, the tail follows the diagonal.
   template <int FIRST, int COLUMN>
-  static constexpr int behind() {
+  static constexpr int next_column() {
     constexpr int kNext = COLUMN + width<COLUMN>();
     return S::kCausal && kNext == FIRST + 64 ? 64 * S::kBlocks : kNext;
   }
@@ -174,7 +174,7 @@ struct HeadOutput {
   // rows from FIRST on.
   template <int FIRST, int COLUMN>
   CRATE_DEVICE void walk(float (&s)[width<COLUMN>() / 2], int row) {
-    constexpr int kNext = behind<FIRST, COLUMN>();
+    constexpr int kNext = next_column<FIRST, COLUMN>();
     // Behind these scores are the sums of the tile before, if it has some.
     wgmma_wait<(COLUMN > 0 && !(S::kCausal && COLUMN > 64 * S::kBlocks))>();
     pin(s);
@@ -205,16 +205,16 @@ struct HeadOutput {
   template <int FIRST, int COLUMN>
   CRATE_DEVICE void add(float (&s)[width<COLUMN>() / 2], int row) {
     constexpr int kWidth = width<COLUMN>(), kTerms = kWidth / 16;
-    constexpr bool kTail = COLUMN >= 64 * S::kBlocks;
-    if constexpr (kTail) put_columns<COLUMN, kWidth, false>(s, row);
-    if constexpr (!(S::kCausal && kTail)) {
+    constexpr bool kInTail = COLUMN >= 64 * S::kBlocks;
+    if constexpr (kInTail) put_columns<COLUMN, kWidth, false>(s, row);
+    if constexpr (!(S::kCausal && kInTail)) {
       weigh<COLUMN, kWidth, (S::kCausal && COLUMN >= FIRST)>(s, row);
 #pragma unroll
       for (int i = 0; i < kWidth / 2; ++i) exact[i % 4 / 2] += s[i];
       // The next tile waits for these sums: else the assembler adds them later, and keeps every weight until then.
       shift[0] += 0.0f * exact[0], shift[1] += 0.0f * exact[1];
       // The next scores are not waited for.
-      if constexpr (COLUMN > 0) wait_for_sums<(behind<FIRST, COLUMN>() < S::kRows)>();
+      if constexpr (COLUMN > 0) wait_for_sums<(next_column<FIRST, COLUMN>() < S::kRows)>();
       pack_sums<T, kWidth>(p, s);
       wgmma_fence();
       add_tokens<T, S::kDim, kTerms>(acc, p, w + COLUMN * kRowBytes, S::kPanel, COLUMN > 0);

@@ -33,10 +33,10 @@ CRATE_DEVICE void add_scores(float (&s)[COLUMNS / 2], uint32_t left, uint32_t ri
 }
 
 // acc (+)= p of 16 TERMS tokens, from registers, times those tokens at `tile`.
-template <class T, int DIM, int TERMS, int MOST>
-CRATE_DEVICE void add_tokens(float (&acc)[DIM / 2], const uint32_t (&p)[MOST][4], uint32_t tile, uint32_t panel,
+template <class T, int DIM, int TERMS, int CAPACITY>
+CRATE_DEVICE void add_tokens(float (&acc)[DIM / 2], const uint32_t (&p)[CAPACITY][4], uint32_t tile, uint32_t panel,
                              bool adds) {
-  static_assert(TERMS <= MOST);
+  static_assert(TERMS <= CAPACITY);
 #pragma unroll
   for (int kk = 0; kk < TERMS; ++kk) {
     Wgmma<T, DIM>::template rs<true>(acc, p[kk], advance(matrix_descriptor(tile, panel, 1024), 2048 * kk),
@@ -45,9 +45,9 @@ CRATE_DEVICE void add_tokens(float (&acc)[DIM / 2], const uint32_t (&p)[MOST][4]
 }
 
 // Sums of COLUMNS columns, rounded, as the left operand of a product.
-template <class T, int COLUMNS, int MOST>
-CRATE_DEVICE void pack_sums(uint32_t (&p)[MOST][4], const float (&s)[COLUMNS / 2]) {
-  static_assert(COLUMNS / 16 <= MOST);
+template <class T, int COLUMNS, int CAPACITY>
+CRATE_DEVICE void pack_sums(uint32_t (&p)[CAPACITY][4], const float (&s)[COLUMNS / 2]) {
+  static_assert(COLUMNS / 16 <= CAPACITY);
 #pragma unroll
   for (int kk = 0; kk < COLUMNS / 16; ++kk) {
 #pragma unroll

@@ -160,8 +160,8 @@ struct LongOutput {
     settle(exact[0] + exact[1]);
   }
 
-  // Adds the tiles up to `tiles` to the warp group's rows. It waits for its turn to multiply, and gives the next one
-  // its own.
+  // Adds the tiles up to `tiles` to the warp group's rows. It waits for its turn to multiply, and then
+  // passes the turn to the next warp group.
   CRATE_DEVICE void attend(const Stages<S>& stages, int tiles, int length) {
     constexpr int kTurn = 1 + S::kGroups, kPair = 256;
     float s[S::kTile / 2];  // (64, kTile) per warp group

@@ -8,8 +8,8 @@
 // Seven products a pair of tiles, where rows alone take ten. Where a pair has one direction, causal or with tokens that
 // are no keys, own rows are keys and the tile's are queries,
 //
-//     A_ij = E_ij (w_i . g^_j - d^_j)        dw_i += sum_j scale A_ij w_j + E_ij g^_j        dw_j += sum_i scale A_ij
-//     w_i
+//     A_ij = E_ij (w_i . g^_j - d^_j)
+//     dw_i += sum_j scale A_ij w_j + E_ij g^_j        dw_j += sum_i scale A_ij w_i
 //
 // and five products do, where rows alone take seven. Causal the walk begins with the own tiles; else it has all, and a
 // block without a key has nothing to do.
@@ -27,7 +27,7 @@ template <class T_, int DIM_, bool BOTH_>
 struct LongPairsShape {
   using T = T_;
   static constexpr bool kBoth = BOTH_, kApart = false;
-  static constexpr int kDim = DIM_, kPanels = kDim / 64, kTile = 64, kSide = kDim / 2;  // channels of a tile's sums
+  static constexpr int kDim = DIM_, kPanels = kDim / 64, kTile = 64, kSideChannels = kDim / 2;  // of sides
   static constexpr int kGroups = 2, kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1);
   static constexpr int kRegisters = 232, kLoading = 40;
   static constexpr int kStages = 3, kAhead = 1;
@@ -46,9 +46,9 @@ struct LongPairs : LongGradient<S> {
   using Rows = LongGradient<S>;
   using Rows::kSums, Rows::kTerms, Rows::at;
   static constexpr Walk kWalk = S::kBoth ? Walk::kBoth : Walk::kQueries;
-  static constexpr int kConsumers = 128 * S::kGroups;     // threads
-  static constexpr int kStored = 1, kRead = 2, kOwn = 3;  // named barriers: of all of them twice, of a warp group
-  bool diagonal;                                          // the first tiles are the block's own
+  static constexpr int kConsumers = 128 * S::kGroups;          // threads
+  static constexpr int kStored = 1, kRead = 2, kOneGroup = 3;  // named barriers: of all consumers twice, of a group
+  bool diagonal;                                               // the first tiles are the block's own
 
   // Of the pairs of own rows, which the walk meets twice, each counts once; both directions of a token with itself are
   // halves.
@@ -72,13 +72,13 @@ struct LongPairs : LongGradient<S> {
     fence_async_shared();
   }
   // Begins the sums of the tile's rows, of half of the channels, once both warp groups have put their weights.
-  CRATE_DEVICE void start_sides(float (&sides)[S::kSide / 2]) const {
-    const uint32_t own = at.base + S::kOwnAt + at.group * (S::kPanels == 2 ? S::kOwnPanel : 2 * S::kSide);
+  CRATE_DEVICE void start_sides(float (&sides)[S::kSideChannels / 2]) const {
+    const uint32_t own = at.base + S::kOwnAt + at.group * (S::kPanels == 2 ? S::kOwnPanel : 2 * S::kSideChannels);
     barrier_sync(kStored, kConsumers);
 #pragma unroll
     for (int kk = 0; kk < S::kRows / 16; ++kk) {
       const uint64_t w = advance(matrix_descriptor(own, 0, 1024), 2048 * kk);
-      using Product = Wgmma<T, S::kSide>;
+      using Product = Wgmma<T, S::kSideChannels>;
       Product::template ss<true, true>(sides, Columns<64>::descriptor(at.base + S::kA, 16 * kk), w, kk > 0);
       if constexpr (S::kBoth) {
         const uint64_t e = Columns<64>::descriptor(at.base + S::kE, 16 * kk);
@@ -87,9 +87,9 @@ struct LongPairs : LongGradient<S> {
     }
     wgmma_commit();
   }
-  CRATE_DEVICE void add_sides(const float (&sides)[S::kSide / 2], float* to) const {
+  CRATE_DEVICE void add_sides(const float (&sides)[S::kSideChannels / 2], float* to) const {
     barrier_sync(kRead, kConsumers);  // other weights may be put
-    add<S::kSide>(sides, to + at.group * (S::kSide * 64));
+    add<S::kSideChannels>(sides, to + at.group * (S::kSideChannels * 64));
   }
   // Adds sums of 64 rows to those at `to`.
   template <int CHANNELS>
@@ -103,7 +103,7 @@ struct LongPairs : LongGradient<S> {
 
   // Adds `tiles` tiles; `to` is where the sums of the first begin.
   CRATE_DEVICE void walk(const Stages<S>& stages, int tiles, float* to) {
-    float s[kSums], t[kSums], sides[S::kSide / 2];  // (64, kTile) twice, (kTile, kSide) per warp group
+    float s[kSums], t[kSums], sides[S::kSideChannels / 2];  // (64, kTile) twice, (kTile, kSideChannels) per warp group
     stages.wait_full(0);
     this->start_scores(s, 0);
     wgmma_wait<0>();
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(LongPairsShape<T, DIM, BOTH>::kThreads, 1)
     pairs.take(head, first);
     copy_async_wait<0>();
     fence_async_shared();
-    barrier_sync(LongPairs<S>::kOwn + at.group, 128);
+    barrier_sync(LongPairs<S>::kOneGroup + at.group, 128);
     pairs.walk(stages, tiles, call.sums_of(head, from, S::kDim));
     if (first < head.length) pairs.template add<S::kDim>(pairs.acc, call.sums_of(head, first / S::kTile, S::kDim));
   }

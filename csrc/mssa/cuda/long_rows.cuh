@@ -12,7 +12,7 @@ constexpr int kLongTile = 128;  // tokens that are measured together
 
 struct LongCall : HeadCall {
   HeadTokens scaled;  // g^, of the backward
-  float2* numbers;    // two of every token, as lse has one; the measuring kernels write them
+  float2* numbers;    // two a token, laid out as lse. Forward: norm, largest norm so far; backward: d^, is a key or not
   float2* of_head;    // (heads,): c, and what undoes the factor of g
   float* tile_stats;  // for each tile of 128 tokens
   float* sums;        // fp32, of tiles of 64 rows, as fragments of products; null: none, long_pairs.cuh
@@ -35,7 +35,7 @@ struct Copied {
   static constexpr uint32_t kPanel = PANEL;
 };
 
-// A block's warp groups are told apart, and their warps, without a branch for each lane.
+// A block's warp groups are distinguished, and their warps, without a branch for each lane.
 CRATE_DEVICE int warp_group() {
   return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x >> 7), 0);
 }

@@ -97,12 +97,12 @@ CRATE_DEVICE void attend_pairs(RowState<T, DIM, 1>& state, const Own<T, DIM, 1, 
                                float scale, float shift, int length) {
   const int lane = threadIdx.x % kWarp, i = threadIdx.x / kWarp, count = blockDim.x / kWarp;
   // With an even number of tiles, the first half of the warps computes the pairs that are half the tiles apart.
-  const auto meets = [&](int tile, int step) { return 2 * step != count || tile < step; };
+  const auto has_pair = [&](int tile, int step) { return 2 * step != count || tile < step; };
   float sums[4] = {};  // (16, 8) per warp: every column has the sums of the rows
   for (int step = 0; 2 * step <= count; ++step) {
     // Overwritten two steps later: by the barrier between, every warp has read it.
     T* const weights = exchange + step % 2 * kMaxTiles * 256;
-    if (meets(i, step)) {
+    if (has_pair(i, step)) {
       const int j = (i + step) % count;
       uint32_t p[1][4];  // (16, 16) per warp: weights of the pair
       pair_weights<T, DIM>(p[0], own, tiles + j * 16 * DIM, scale, shift, 16 * i, 16 * j, length);
@@ -115,7 +115,7 @@ CRATE_DEVICE void attend_pairs(RowState<T, DIM, 1>& state, const Own<T, DIM, 1, 
     if (step == 0) continue;  // a tile is paired with itself once
     __syncthreads();
     const int j = (i + count - step) % count;
-    if (meets(j, step)) {
+    if (has_pair(j, step)) {
       uint32_t p[1][4];
       left_transposed<16>(p[0], weights + j * 256, 0);
       add_weighted<T, DIM>(state, sums, p, tiles + j * 16 * DIM);

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_delta_kernel(Problem c) {
       load4(dout + threadIdx.x * kPitch + d, a);
       load4(out + threadIdx.x * kPitch + d, b);
       unroll<4>([&](int k) {
-        delta += a[k] * b[k];  // one multiply-add, as the main kernel's: a product of its own use would not be fused
+        delta += a[k] * b[k];  // one multiply-add, as the main kernel's: a product in a variable would not be fused
         squares += (a[k] * a[k]) * (b[k] * b[k]);
         max_dout = fmaxf(max_dout, fabsf(a[k]));
         max_out = fmaxf(max_out, fabsf(b[k]));

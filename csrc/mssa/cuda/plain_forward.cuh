@@ -49,7 +49,7 @@ CRATE_DEVICE float weigh(float (&s)[kPart], Softmax& row) {
   return shrink;
 }
 
-// The keys of a head's rows: their own sequence, a cache, or another range of their sequence.
+// The keys of a head's rows: of the same sequence, of a cache, or another range of their sequence.
 template <bool APART>
 CRATE_DEVICE OtherTokens keys_for(const Problem& c, const Head& h) {
   if constexpr (APART) {

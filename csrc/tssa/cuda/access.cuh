@@ -111,7 +111,7 @@ struct TssaScalars {
 };
 
 // 1 / c and, of fp32 tokens, what its rounding left: x times their sum is x / c, exactly 1 where x is c. Tokens of 16
-// bits have no digits that would tell.
+// bits have too few digits for a difference.
 struct TssaReciprocal {
   float inverse, rest;
 

@@ -35,7 +35,7 @@ struct TssaProblem {
   const int32_t* cu_seqlens;
   TssaMask mask;  // null data: every token is a key; else those whose byte, of a bool tensor, is not 0
   const int64_t* seed;
-  uint64_t keep_from;  // the least Philox word that dropout keeps
+  uint64_t keep_from;  // the smallest Philox word that dropout keeps
   float keep_factor;
   const float* temp;
   int64_t rows_sequence, rows_head;  // strides of TssaRows

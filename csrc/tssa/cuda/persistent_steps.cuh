@@ -85,7 +85,7 @@ CRATE_DEVICE float4 cluster_total_4(const float* own) {
   return sum;
 }
 
-// What clusters that share a sequence tell each other: their totals, of this turn and the next, and how many have come.
+// What clusters that share a sequence exchange: their totals, of this turn and the next, and how many have come.
 template <class S>
 struct TssaMeeting {
   float* sums;

@@ -77,8 +77,8 @@ struct TssaGroup {
   int first, count;
 
   CRATE_DEVICE TssaGroup(const TssaProblem& p, const TssaVectorOf<S>& v, int rows) {
-    const int most = p.chunk_size / S::kGroups;
-    first = v.group * most, count = max(min(rows - first, most), 0);
+    const int rows_each = p.chunk_size / S::kGroups;
+    first = v.group * rows_each, count = max(min(rows - first, rows_each), 0);
   }
 };
 
@@ -91,8 +91,8 @@ CRATE_DEVICE uint32_t first_of(const TssaVectorOf<S>& v, const TssaLayout<S>& la
 // The sums before the steps of a backward but the first, as a forward saves them: Pi w^2 and Pi, then w^2.
 template <class S>
 CRATE_DEVICE int64_t step_sums_place(const TssaProblem& p, int index, int stride, int number) {
-  const int most = (p.seqlen - 1) / stride;
-  return (static_cast<int64_t>(index) * most + number) * (S::kSums + S::kWidth);
+  const int max_places = (p.seqlen - 1) / stride;
+  return (static_cast<int64_t>(index) * max_places + number) * (S::kSums + S::kWidth);
 }
 
 // Adds a step's `sum` to what is carried of four channels, and returns what was carried with `some` of the step.

@@ -98,10 +98,10 @@ struct TssaWalkingParts {
 
   CRATE_DEVICE void put(int t, float (&x)[8]) {
     if constexpr (kHalf) {
-      float most = 0.0f;
+      float largest = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) most = fmaxf(most, fabsf(x[i]));
-      if (most > kLargest) smaller = max(smaller, t);
+      for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(x[i]));
+      if (largest > kLargest) smaller = max(smaller, t);
       const float scale = t <= smaller ? kSmaller : 1.0f;
 #pragma unroll
       for (int i = 0; i < 8; ++i) x[i] *= scale;

@@ -63,7 +63,7 @@ _STAGED = "output.acc, inverse[0], inverse[1], lane);\n"
 _LOADED_HEAD = f"    copy_async_wait<0>();\n    {_FENCE}    {_SYNC}\n"
 _SCORES_READY = "    wgmma_wait<(COLUMN > 0 && !(S::kCausal && COLUMN > 64 * S::kBlocks))>();\n"
 _RAISE = "    float raise = -S::kTop;\n"
-_SUMS_READY = "wait_for_sums<(behind<FIRST, COLUMN>() < S::kRows)>();"
+_SUMS_READY = "wait_for_sums<(next_column<FIRST, COLUMN>() < S::kRows)>();"
 
 # Of csrc/mssa/cuda/head_output.cuh and head_forward.cuh.
 BROKEN_FORWARD = {

@@ -4,7 +4,7 @@ _STORED = "    barrier_sync(kStored, kConsumers);\n"
 _READ = "    barrier_sync(kRead, kConsumers);  // other weights may be put\n"
 _SIDES = "      wgmma_wait<0>();\n      pin(sides);\n"
 _SUMMED = "      this->template wait_for_sums<1>();\n      stages.release(n - 1);\n"
-_OWN = "    barrier_sync(LongPairs<S>::kOwn + at.group, 128);\n"
+_OWN = "    barrier_sync(LongPairs<S>::kOneGroup + at.group, 128);\n"
 _FIRST = "    wgmma_wait<0>();\n    pin(s);\n    this->template start_products"
 
 FILES = ("mssa/cuda/long_[prs]*",)  # below csrc
@@ -30,7 +30,7 @@ BROKEN = {
     "itself-by-half": ("S::kBoth && by == 0", "by == 0", "causal"),
     "sums-of-w": ("advance(w, S::kOwn)", "advance(w, 0)", "257-tokens"),
     "a-for-e": ("descriptor(at.base + S::kE, 16 * kk)", "descriptor(at.base + S::kA, 16 * kk)", "257-tokens"),
-    "channels-of-the-first-group": ("S::kOwnPanel : 2 * S::kSide)", "S::kOwnPanel : 0)", "causal"),
+    "channels-of-the-first-group": ("S::kOwnPanel : 2 * S::kSideChannels)", "S::kOwnPanel : 0)", "causal"),
     "one-panel": ("S::kPanels == 2 ? S::kOwnPanel :", "S::kPanels == 2 ? 0 :", "128-channels"),
     "numbers-of-the-first-thread": ("to += (fresh(threadIdx.x) & 127) * 4;", "to += 0;", "257-tokens"),
     "numbers-between-two-fours": ("(fresh(threadIdx.x) & 127) * 4;", "(fresh(threadIdx.x) & 127) * 4 + 2;", "causal"),

@@ -141,7 +141,7 @@ def exponentials(monkeypatch, total, w):
 
     with monkeypatch.context() as patch:
         patch.setattr(interpreter.InterpreterBuilder, "create_exp2", create_exp2)
-        patch.setattr(delta, "_MOST_ROUNDING", math.inf)  # else delta may be summed anew
+        patch.setattr(delta, "_MAX_ROUNDING", math.inf)  # else delta may be summed anew
         patch.setattr(terms, "EXTENT", tl.constexpr(-1.0))  # else the other form may derive one from the other
         torch.autograd.grad(total, w)
     return sum(counted)
@@ -292,7 +292,7 @@ def test_triton_divides_several_blocks_of_rows_in_a_program(dtype, monkeypatch):
     w = torch.cat([spread(1.0, seqlen=97), one_long(30.0, seqlen=97)], 1).to(DEVICE, dtype)
     g = randn(*w.shape, seed=1, device=DEVICE).to(dtype)
     found = []
-    for rows in (backward._MOST_ROWS, 32):
-        monkeypatch.setattr(backward, "_MOST_ROWS", rows)
+    for rows in (backward._MAX_ROWS, 32):
+        monkeypatch.setattr(backward, "_MAX_ROWS", rows)
         found.append(gradient(w, g, {}))
     assert torch.equal(*found)

@@ -136,7 +136,7 @@ def test_exponentials_of_a_score_in_the_backward(reach, each, monkeypatch):
         return exponential(self, x)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_exp2", create_exp2)
-    monkeypatch.setattr(delta, "_MOST_ROUNDING", math.inf)  # else ones have delta summed anew
+    monkeypatch.setattr(delta, "_MAX_ROUNDING", math.inf)  # else ones have delta summed anew
     torch.autograd.grad(out.sum(), w)
     assert sum(counted) == 2 * each * 128 * 128
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.ops.tssa.persistent import MOST_SHARED
+from tests.ops.tssa.persistent import MAX_SHARED
 
 
 @pytest.fixture
@@ -13,7 +13,7 @@ def hopper(device, library):
 
     def emulate(config, clusters=1, **properties):
         count = clusters * config["CLUSTER"] * config.get("TOGETHER", 1)
-        device(capability=90, shared_limit=MOST_SHARED, multiprocessors=count, **properties)
+        device(capability=90, shared_limit=MAX_SHARED, multiprocessors=count, **properties)
         library.emulated_launches()
         return lambda: re.findall(r"(\w+_kernel)\b", library.emulated_launches())
 

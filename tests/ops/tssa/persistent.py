@@ -10,7 +10,7 @@ from crate_kernels._cuda import launch
 from crate_kernels._triton import table
 from crate_kernels.ops.tssa.cuda import persistent
 
-MOST_SHARED = 227 * 1024
+MAX_SHARED = 227 * 1024
 
 
 def config(cluster, buffers, threads, together=1):
@@ -122,7 +122,7 @@ class Persistent:
         """Return whether the tokens fit a cluster's shared memory, forward and backward."""
         _, nheads, seqlen, head_dim = self.case.shape
         sizes = nheads, head_dim, seqlen or max(self.case.lengths)
-        return [persistent.shared_bytes(*sizes, back, self.config) <= MOST_SHARED for back in (False, True)]
+        return [persistent.shared_bytes(*sizes, back, self.config) <= MAX_SHARED for back in (False, True)]
 
     def check(self, backend, dtype, device="cpu", twice=False):
         """Compare a call that these kernels take with the error tolerance; return the largest share of it."""

@@ -17,13 +17,13 @@ from crate_kernels.ops.tssa.call import TSSACall
 from crate_kernels.ops.tssa.cuda import persistent, walking
 from tests.ops.common import outputs_and_gradients
 from tests.ops.tssa.common import bias, call, halves, temps, tokens
-from tests.ops.tssa.persistent import MOST_SHARED, PAIRS, TWICE, Persistent
+from tests.ops.tssa.persistent import MAX_SHARED, PAIRS, TWICE, Persistent
 from tests.ops.tssa.walking import BACK, EIGHT, Walking
 from tests.ops.tssa.walking import PAIRS as WALKS
 from tests.tools.emulator import emulated
 
 EXHAUSTIVE = pytest.mark.exhaustive
-GPU = {"capability": 90, "shared_limit": MOST_SHARED, "multiprocessors": 4}
+GPU = {"capability": 90, "shared_limit": MAX_SHARED, "multiprocessors": 4}
 DIRECTIONS = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 FORWARD, BACKWARD = Persistent.kernels
 USUAL_FORWARD, USUAL_BACKWARD = "tssa_full_fwd_resident_kernel", "tssa_full_bwd_resident_kernel"
@@ -125,7 +125,7 @@ OTHER_WALKS = {
 def test_other_calls_are_left_to_other_kernels(kind, shape, options, launched, device, backend):
     options = {"config": WALKS if kind.causal else PAIRS, "dtype": torch.bfloat16, "strides": lambda w: w, **options}
     config, dtype, strides = (options.pop(name) for name in ("config", "dtype", "strides"))
-    device(**{**GPU, "shared_limit": MOST_SHARED if kind.causal else 64 * 1024, **options})
+    device(**{**GPU, "shared_limit": MAX_SHARED if kind.causal else 64 * 1024, **options})
     w, temp = strides(tokens(*shape, dtype=dtype)), temps(shape[1])
     with kind.taking(config):
         outputs_and_gradients(call(kind.causal, backend), w, temp)
@@ -239,7 +239,7 @@ def test_tuning_times_them(kind, config, tables, sizes, buckets, backward, launc
 def test_published_sizes_have_candidates_that_fit(nheads, head_dim, backward):
     def fitting(seqlen, max_size):
         return sum(
-            persistent.shared_bytes(nheads, head_dim, seqlen, backward, config) <= MOST_SHARED
+            persistent.shared_bytes(nheads, head_dim, seqlen, backward, config) <= MAX_SHARED
             for config in persistent.FORWARD.candidates
             if config["CLUSTER"] * config["TOGETHER"] <= max_size
         )
@@ -255,6 +255,6 @@ def test_published_sizes_have_candidates_that_fit(nheads, head_dim, backward):
 def test_published_sizes_of_the_causal_form_have_candidates_that_fit(nheads, head_dim, backward):
     candidates = (walking.BACKWARD if backward else walking.FORWARD).candidates
     assert (BACK if backward else EIGHT) in candidates
-    fitting = [one for one in candidates if walking.shared_bytes(nheads, head_dim, backward, one) <= MOST_SHARED]
+    fitting = [one for one in candidates if walking.shared_bytes(nheads, head_dim, backward, one) <= MAX_SHARED]
     width = nheads * head_dim
     assert sum(walking.threads_of(width, one["THREADS"]) <= walking.MAX_THREADS for one in fitting) >= 4

@@ -7,7 +7,7 @@ from crate_kernels._triton import table
 from crate_kernels.ops.tssa.cuda import walking
 from tests.ops.common import outputs_and_gradients, randn
 from tests.ops.tssa.common import bias, call, halves, temps
-from tests.ops.tssa.persistent import MOST_SHARED
+from tests.ops.tssa.persistent import MAX_SHARED
 from tests.ops.tssa.walking import CASES, MORE, PAIRS, Walking, config, taking
 
 
@@ -15,7 +15,7 @@ from tests.ops.tssa.walking import CASES, MORE, PAIRS, Walking, config, taking
 def test_a_step_fits_shared_memory(name):
     problem = Walking(name)
     _, nheads, _, head_dim = problem.case.shape
-    assert all(walking.shared_bytes(nheads, head_dim, back, problem.config) <= MOST_SHARED for back in (False, True))
+    assert all(walking.shared_bytes(nheads, head_dim, back, problem.config) <= MAX_SHARED for back in (False, True))
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ BROKEN = {
         "three-steps",
     ),
     "steps-of-the-longest": ("(sequence_of(p, index).count + stride", "(p.seqlen - 1 + stride", "packed"),
-    "one-group-for-all": ("first = v.group * most,", "first = 0 * v.group * most,", "three-steps"),
+    "one-group-for-all": ("first = v.group * rows_each,", "first = 0 * v.group * rows_each,", "three-steps"),
     "masked-tokens-counted": (
         "const float scale = kWalkScale * key_weight<S>(key_weights, n);\n#pragma unroll\n"
         "        for (int i = 0; i < 8; ++i) acc",

@@ -96,8 +96,8 @@ def _ista_product_kernel(
     offs_m = (pid // nblocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = (pid % nblocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
-    mask_m, mask_n = offs_m[:, None] < rows, offs_n[None, :] < columns
-    left_ptrs = left_ptr + offs_m[:, None] * inner + offs_k[None, :]
+    mask_m, mask_n = offs_m[:, None] < rows, offs_n[None, :] < columns  # (BLOCK_M, 1), (1, BLOCK_N)
+    left_ptrs = left_ptr + offs_m[:, None] * inner + offs_k[None, :]  # (BLOCK_M, BLOCK_K)
     right_ptrs = right_ptr + offs_k.to(tl.int64)[:, None] * stride_rk + offs_n.to(tl.int64)[None, :] * stride_rn
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, inner, BLOCK_K):
@@ -135,7 +135,7 @@ def _ista_update_kernel(
     They have ``groups`` of WIDTH elements, which the compiler knows to be inside or outside together: with 8, a thread
     moves 16 bytes at once.
     """
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
     mask = places < groups.to(tl.int64) * WIDTH
     if product_ptr is None:
         acc = tl.zeros((BLOCK,), tl.float32)

@@ -84,7 +84,7 @@ def _ista_stream_kernel(
                 acc = tl.dot(left.load([m, k]), right.load([n, k]).T, acc)  # (BLOCK_M, BLOCK_N)
             else:
                 acc = tl.dot(left.load([m, k]), right.load([k, n]), acc)  # (BLOCK_M, BLOCK_N)
-        first, second = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+        first, second = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))  # (BLOCK_M, HALF)
         _finish_half(first, base, out, m, n, scale, threshold, ACTIVATION)
         _finish_half(second, base, out, m, n + HALF, scale, threshold, ACTIVATION)
 

@@ -171,14 +171,14 @@ def _mssa_bwd_kernel(
 _MASKED_ROWS = 32  # rows per tile where masks cut, and with dropout: masks take registers that wider tiles do not leave
 # The gradient of scores is rounded to the tokens' dtype. By a smaller scale, far below head_dim^-1/2, it would be
 # subnormal in fp16, and multiplied by tokens that are large: fp16 is computed in fp32 then.
-_LEAST_SCALE = 2**-8
+_MIN_SCALE = 2**-8
 _FEW = 16  # keys, of which one may have nearly all of an fp32 row's weight
 _DELTA_ROWS = 32  # rows per block of delta.py, each of which is multiplied with all of them
 _WIDE_DELTA_ROWS = 16  # of fp32 rows, whose products take the registers
 _WIDEST_GUARDED = 128  # channels of fp32 rows, beyond which two products more would spill
 _WIDEST_DROPPED = 96  # channels of fp16 rows, beyond which dropout in both forms of a kernel would spill
 _DIVIDE_REGISTERS = 168  # of fp16, up to 128 channels: left alone, the assembler spills for fewer with some options
-_MOST_ROWS = 2048  # rows of a sequence for each of which one block is a program's, which reads L of the whole sequence
+_MAX_ROWS = 2048  # rows of a sequence for each of which one block is a program's, which reads L of the whole sequence
 
 
 def _by_head(tokens: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
     products = dout is not None and not select
     scores, selects = products or dlse is not None, dout is not None and select
     dtype = w.dtype
-    wide = dtype == torch.float16 and scores and abs(call.scale) < _LEAST_SCALE
+    wide = dtype == torch.float16 and scores and abs(call.scale) < _MIN_SCALE
     if wide:
         dout, w, out = None if dout is None else dout.float(), w.float(), out.float()
     dw = operator.empty_out(w)
@@ -220,7 +220,7 @@ def backward(dout: Tensor | None, dlse: Tensor | None, w: Tensor, out: Tensor, l
     if call.seed is not None:
         block_i = min(block_i, _MASKED_ROWS)
     num_j = sizes.blocks(block_j)
-    each = cdiv(sizes.seqlen, _MOST_ROWS) if symmetric_form else 1
+    each = cdiv(sizes.seqlen, _MAX_ROWS) if symmetric_form else 1
     delta_rows = _WIDE_DELTA_ROWS if w.dtype == torch.float32 and sizes.head_dim > 64 else _DELTA_ROWS
     num_m = sizes.blocks(delta_rows * each)
     g, lse = w if dout is None else dout, lse.contiguous()

@@ -62,7 +62,7 @@ def _delta_of_weights(g, w, scores, start_m, BLOCK: tl.constexpr, FORM: tl.const
 
 
 # The rounding of out that dw bears, in units of 0.2 eps and of the largest |g| of a block.
-_MOST_ROUNDING = tl.constexpr(2.0)
+_MAX_ROUNDING = tl.constexpr(2.0)
 _BF16, _FP16, _FP32 = tl.constexpr(0.2 * 2**-7), tl.constexpr(0.2 * 2**-10), tl.constexpr(0.2 * 2**-23)
 
 
@@ -72,18 +72,18 @@ def _guarded(delta, g, h, out, w, lse, scores, start_m, BLOCK: tl.constexpr, FOR
 
     What shows is in proportion to ``g``, of which h are multiples by row.
     """
-    most = tl.max(tile.row_largest(g), 0) * _MOST_ROUNDING
+    max_rounding = tl.max(tile.row_largest(g), 0) * _MAX_ROUNDING
     rounding = scores.call.qk_scale * tile.row_largest(out) * tl.sqrt(tile.row_squares(g, out))
-    if tl.max(rounding, 0) > most:
+    if tl.max(rounding, 0) > max_rounding:
         offs_m = start_m + tl.arange(0, BLOCK)
         w_m = tile.load(w, offs_m, offs_m < scores.length, FORM)  # (BLOCK, HEAD_DIM)
-        shows = rounding > most
+        shows = rounding > max_rounding
         if not FORM.PADDED:
             # Where a row's own weight is nearly all, out is its token.
             own = tile.row_products(w_m, w_m) * scores.call.qk_scale  # (BLOCK,)
             rest = tl.maximum(lse - (-own if FORM.NEGATIVE else own), 0.0) + tl.abs(lse) * 2.0**-23
-            least = _BF16 if w_m[0].dtype == tl.bfloat16 else _FP16 if w_m[0].dtype == tl.float16 else _FP32
-            shows = shows & (2.0 * rest * rounding > most * least)
+            unit = _BF16 if w_m[0].dtype == tl.bfloat16 else _FP16 if w_m[0].dtype == tl.float16 else _FP32
+            shows = shows & (2.0 * rest * rounding > max_rounding * unit)
         if tl.max(shows.to(tl.int32), 0) > 0:
             delta = tl.where(shows, _delta_of_weights(h, w, scores, start_m, BLOCK, FORM), delta)
     return delta

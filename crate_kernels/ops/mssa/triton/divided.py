@@ -1,14 +1,14 @@
 """What the symmetric backward needs first: a shift for each head, and divided gradients with their delta for each row.
 
 The symbols of symmetric.py. The shift is the smallest L of the head, so that no h is larger than its g, and E is at
-most exp(the spread of L). Where L spreads further than that leaves room for, or is so large that its rounding or that
+most exp(the spread of L). Where L spreads further than that allows, or is so large that its rounding or that
 of a score would show, the head's shift is -inf, h is g, and the main kernel takes the form of terms.py. The host does
 not wait to know.
 
-In fp16, which has 40 bits from its smallest number to its largest, the shift is the smallest L too, but at most ROOM
-bits below the largest: E is at most 2^ROOM, and h at least g / 2^ROOM. E is raised as P is in raised.py, by a factor
-that depends on norms of the whole head. So the main kernel finds by ``raised_shift`` which form takes a head, and of
-one that is left it reads g and its delta.
+In fp16, which has 40 bits from its smallest number to its largest, the shift is the smallest L too, but at most E_BITS
+bits below the largest: E is at most 2^E_BITS, and h at least g / 2^E_BITS. E is raised as P is in raised.py, by a
+factor that depends on norms of the whole head. So the main kernel finds by ``raised_shift`` which form takes a head.
+Of a head that the symmetric form leaves, it reads g and its delta.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -34,13 +34,13 @@ SPREAD = tl.constexpr(60.0)
 # Of |L|, in bits: 256 nats. Beyond, 2^-24 of a score, and of a difference that it magnifies, is 2^-15 of a weight.
 HIGHEST = tl.constexpr(370.0)
 HIGHEST_FP16 = tl.constexpr(92.0)  # 2^-17 of a weight, by which fp16 is rounded to 2^-11 of it
-ROOM = tl.constexpr(4.0)  # in bits: as many norms of g are too small for h as are too large for E, or nearly
-MOST_WEIGHT, MOST_RAISED = tl.constexpr(2.0**4), tl.constexpr(2.0**9)  # and then the largest factor
+E_BITS = tl.constexpr(4.0)  # in bits: as many norms of g are too small for h as are too large for E, or nearly
+MAX_WEIGHT, MAX_RAISED = tl.constexpr(2.0**4), tl.constexpr(2.0**9)  # and then the largest factor
 NORMAL_BITS = tl.constexpr(14.0)  # the smallest normal number of fp16 is 2^-14
 LARGEST = tl.constexpr(65504.0)  # of fp16
 FEW = tl.constexpr(16)  # keys, of which one may be all: with as few, the gradient of its row stays exact in fp16
 # Of the longest g of a head, squared: h of a row is rounded to 2^-25, g to 2^-21, 2^-16 of its length, at least.
-LEAST_SQUARE = tl.constexpr(2.0**-10)
+MIN_SQUARE = tl.constexpr(2.0**-10)
 _CHUNK = tl.constexpr(512)
 
 
@@ -86,20 +86,20 @@ def _mssa_bwd_divide_kernel(
         factor_ptr += head.row
         exact = (head.length > FEW) & (low <= high) & (high <= HIGHEST_FP16) & (low >= -HIGHEST_FP16)
         low, high = tl.where(exact, low, 0.0), tl.where(exact, high, 0.0)
-        shift = tl.maximum(low, high - ROOM)
+        shift = tl.maximum(low, high - E_BITS)
         # The mean weight of every row, times r and the factor, is then a normal number.
-        least = head.length * tl.exp2(tl.minimum(shift - low, SPREAD) - NORMAL_BITS)
-        shift = tl.where(exact & (least <= MOST_RAISED), shift, -float("inf"))
+        min_factor = head.length * tl.exp2(tl.minimum(shift - low, SPREAD) - NORMAL_BITS)
+        shift = tl.where(exact & (min_factor <= MAX_RAISED), shift, -float("inf"))
     if pid % num_m == 0:
         tl.store(shift_ptr + head.number, shift)
         if norms_ptr is not None:
             heads = tl.num_programs(0) // num_m
-            tl.store(shift_ptr + heads + head.number, least)
+            tl.store(shift_ptr + heads + head.number, min_factor)
             tl.store(shift_ptr + 2 * heads + head.number, extent / LOG2_E)
     scores = scores_of(head, seqlen, call, FORM)
     g, divided, out, w = tokens_of(head, g), tokens_of(head, divided), tokens_of(head, out), tokens_of(head, w)
     first = pid % num_m * each * BLOCK_M
-    stop, most_h = tl.minimum(first + each * BLOCK_M, head.length), 0.0
+    stop, max_h = tl.minimum(first + each * BLOCK_M, head.length), 0.0
     for start_m in range(first, stop, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
         mask_m = offs_m < head.length
@@ -109,7 +109,7 @@ def _mssa_bwd_divide_kernel(
         g_m = tile.load(g, offs_m, mask_m, FORM)  # (BLOCK_M, HEAD_DIM)
         h = tile.scale(g_m, inverse)  # (BLOCK_M, HEAD_DIM)
         if norms_ptr is not None:
-            most_h = tl.maximum(most_h, tl.max(tile.row_largest(h), 0))
+            max_h = tl.maximum(max_h, tl.max(tile.row_largest(h), 0))
             h = tile.up_to(h, LARGEST)
         h = tile.rounded(h, g.ptr.dtype.element_ty)
         tile.store(divided, h, offs_m, mask_m, FORM)
@@ -136,7 +136,7 @@ def _mssa_bwd_divide_kernel(
             tl.store(left_delta_ptr + offs_m, delta, mask=mask_m)
         blocks = tl.num_programs(0)
         note_norms(norms_ptr + pid, blocks, of_g, of_w)
-        tl.store(norms_ptr + 2 * blocks + pid, tl.where(most_h <= LARGEST, square, float("inf")))
+        tl.store(norms_ptr + 2 * blocks + pid, tl.where(max_h <= LARGEST, square, float("inf")))
 
 
 class RaisedShift(NamedTuple):
@@ -153,12 +153,12 @@ def raised_shift(shift_ptr, norms_ptr, head, blocks, num_m, call, FORM: tl.const
     """Return whether the symmetric form takes an fp16 head, and what either form needs."""
     number = head.number.to(tl.int64)
     heads = blocks // num_m
-    shift, least = tl.load(shift_ptr + number), tl.load(shift_ptr + heads + number)
+    shift, min_factor = tl.load(shift_ptr + number), tl.load(shift_ptr + heads + number)
     extent = tl.load(shift_ptr + 2 * heads + number)
     of_g, of_w = norms_of(norms_ptr + number * num_m, blocks, num_m)
     square = largest(norms_ptr + 2 * blocks + number * num_m, num_m)
-    raised = factor_of(of_g, of_w, call, FORM, MOST_WEIGHT)
-    exact = (raised >= least) & (square >= LEAST_SQUARE) & (square < float("inf"))
+    raised = factor_of(of_g, of_w, call, FORM, MAX_WEIGHT)
+    exact = (raised >= min_factor) & (square >= MIN_SQUARE) & (square < float("inf"))
     bits = ((raised.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)
     shift = tl.where(exact, shift - bits, -float("inf"))
     return RaisedShift(shift, raised, factor_of(of_g, of_w, call, FORM), extent)

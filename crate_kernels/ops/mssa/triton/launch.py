@@ -83,7 +83,7 @@ class HeadSizes:
 
 
 def magnitude(scale: float) -> float:
-    """Return |scale|, and of 0 fp32's least normal number.
+    """Return |scale|, and of 0 fp32's smallest normal number.
 
     -inf times it stays -inf, and products up to 2^100 times it leave weights equal.
     """

@@ -22,7 +22,7 @@ import triton.language as tl
 from crate_kernels.ops.mssa.triton import tile
 from crate_kernels.ops.mssa.triton.head import largest
 
-MOST_BITS = tl.constexpr(14)  # fp16 holds 2^15, and a weight is at most 1 but for the rounding of lse,
+MAX_BITS = tl.constexpr(14)  # fp16 holds 2^15, and a weight is at most 1 but for the rounding of lse,
 LARGE_SCORE = tl.constexpr(2.0**20)  # which is no longer small from this score on
 
 
@@ -50,8 +50,8 @@ def norms_of(norms_ptr, blocks, count):
 @triton.jit
 def factor_of(of_g, of_w, call, FORM: tl.constexpr, WEIGHT: tl.constexpr = 1.0):
     """Return the factor of a head with these squares of |g| and |w|, whose weights are at most WEIGHT."""
-    most = tl.maximum(4.0 * call.qk_scale * tl.sqrt(of_g) * tl.sqrt(of_w), WEIGHT)
-    most = most * call.keep_factor if FORM.DROPOUT else most
-    exponent = (most.to(tl.int32, bitcast=True) >> 23) - 126  # most is below 2^exponent
-    factor = tl.exp2(-tl.minimum(exponent - MOST_BITS, 0).to(tl.float32))
+    bound = tl.maximum(4.0 * call.qk_scale * tl.sqrt(of_g) * tl.sqrt(of_w), WEIGHT)
+    bound = bound * call.keep_factor if FORM.DROPOUT else bound
+    exponent = (bound.to(tl.int32, bitcast=True) >> 23) - 126  # bound is below 2^exponent
+    factor = tl.exp2(-tl.minimum(exponent - MAX_BITS, 0).to(tl.float32))
     return tl.where(call.qk_scale * of_w < LARGE_SCORE, factor, 1.0)

@@ -130,12 +130,12 @@ def _probabilities(s, base, scores, queries, keys, MASKED: tl.constexpr, FORM: t
 def _selected(s, inputs, offs_i, scores, queries, keys, MASKED: tl.constexpr, FORM: tl.constexpr):
     """Return 1 where the forward of rows i selects a weight, else 0; lse, which is rounded, might say otherwise."""
     largest = load_number(inputs.factor_ptr, offs_i, scores.length, 0.0, MASKED)
-    least = load_number(inputs.delta_ptr, offs_i, scores.length, 0.0, MASKED)
+    threshold = load_number(inputs.delta_ptr, offs_i, scores.length, 0.0, MASKED)
     if MASKED:
         s = tl.where(allowed(scores, queries, keys, FORM), s, -float("inf"))
         largest = tl.where(largest == -float("inf"), 0.0, largest)  # of a row without keys
     p = tl.exp2((s - largest[None, :]) * (scores.call.qk_scale * LOG2_E))
-    return tl.where(p > least[None, :], 1.0, 0.0)
+    return tl.where(p > threshold[None, :], 1.0, 0.0)
 
 
 @triton.jit

@@ -140,11 +140,11 @@ def rounded(tile, dtype: tl.constexpr):
 
 
 @triton.jit
-def up_to(tile, most: tl.constexpr):
-    """Return a tile with 0 in place of numbers whose magnitude is beyond ``most``."""
+def up_to(tile, limit: tl.constexpr):
+    """Return a tile with 0 in place of numbers whose magnitude is beyond ``limit``."""
     kept = ()
     for k in tl.static_range(len(tile)):
-        kept += (tl.where(tl.abs(tile[k]) > most, 0.0, tile[k]),)
+        kept += (tl.where(tl.abs(tile[k]) > limit, 0.0, tile[k]),)
     return kept
 
 
@@ -222,10 +222,10 @@ def row_squares(a, b):
 @triton.jit
 def row_largest(a):
     """Return the largest magnitude of each row, in fp32."""
-    most = tl.zeros((a[0].shape[0],), tl.float32)
+    row_max = tl.zeros((a[0].shape[0],), tl.float32)
     for k in tl.static_range(len(a)):
-        most = tl.maximum(most, tl.max(tl.abs(a[k].to(tl.float32)), 1))
-    return most  # (rows,)
+        row_max = tl.maximum(row_max, tl.max(tl.abs(a[k].to(tl.float32)), 1))
+    return row_max  # (rows,)
 
 
 @triton.jit

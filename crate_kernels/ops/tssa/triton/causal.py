@@ -100,10 +100,10 @@ def _tssa_causal_fwd_kernel(
         w = tile.load_apart(w_at, n, last, BLOCK_N, DIMS)  # (BLOCK_N, BLOCK_H, BLOCK_D)
         keep = tile.kept(mask_ptr, rows, last, masking.stride_ms)  # (BLOCK_N,)
         squares = w * w  # (BLOCK_N, BLOCK_H, BLOCK_D)
-        counted = tile.counted(squares, keep, mask_ptr)
+        counted = tile.counted(squares, keep, mask_ptr)  # (BLOCK_N, BLOCK_H, BLOCK_D)
         if MEMBERS:
             running = earlier_sums(energy, counted * tile.SHIFT) + counted * tile.SHIFT  # (BLOCK_N, BLOCK_H, BLOCK_D)
-            energy = tile.pick(running, BLOCK_N - 1)
+            energy = tile.pick(running, BLOCK_N - 1)  # (BLOCK_H, BLOCK_D)
             ratio = quotients.quotient_of(squares, tile.floored(running, tile.CAUSAL_FLOOR * tile.SHIFT), DIMS)
             similarity = sum_over_channels(ratio, DIMS) * tile.SHIFT  # (BLOCK_N, BLOCK_H)
             if bias.ptr is not None:
@@ -115,7 +115,7 @@ def _tssa_causal_fwd_kernel(
             members = softmax_over_heads(temp, similarity, rows < last, DIMS)  # (BLOCK_N, BLOCK_H)
             if mask_ptr is not None:
                 # Before the first kept token, out and every gradient vanish with the membership.
-                seen = before_keys[None, :] + (keys + tl.cumsum(keep, 0))[:, None] > 0
+                seen = before_keys[None, :] + (keys + tl.cumsum(keep, 0))[:, None] > 0  # (BLOCK_N, BLOCK_H)
                 members = tl.where(seen, members, 0.0)
             tile.store_rows(membership_at, members, rows, rows < last, DIMS)
         elif OUTPUT:
@@ -135,7 +135,7 @@ def _tssa_causal_fwd_kernel(
                 if state.lengths_ptr is not None:
                     new_moment += tl.sum(weighted, 0)
                     new_mass += tl.sum(weights, 0)
-                shifted = (masses + tile.MASS_FLOOR) * tile.SHIFT
+                shifted = (masses + tile.MASS_FLOOR) * tile.SHIFT  # (BLOCK_N, BLOCK_H)
                 # A = 1 / (1 + M) without the division of M.
                 out = w * (-members * shifted)[:, :, None] * quotients.reciprocal(moments + shifted[:, :, None], DIMS)
                 if masking.seed_ptr is not None:

@@ -156,10 +156,10 @@ def _tssa_causal_bwd_kernel(
             squares = w * w  # (BLOCK_N, BLOCK_H, BLOCK_D)
             counted = tile.counted(squares * tile.SHIFT, tile.kept(mask_ptr, rows, last, masking.stride_ms), mask_ptr)
             running = earlier_sums(tl.where(n == first, before_energy, energy), counted) + counted
-            energy = tile.pick(running, BLOCK_N - 1)
+            energy = tile.pick(running, BLOCK_N - 1)  # (BLOCK_H, BLOCK_D)
             floored = tile.floored(running, tile.CAUSAL_FLOOR * tile.SHIFT)
-            inverse = quotients.reciprocal(floored, DIMS)
-            similarity = (dlogit * tile.SHIFT)[:, :, None] * (squares * inverse)
+            inverse = quotients.reciprocal(floored, DIMS)  # (BLOCK_N, BLOCK_H, BLOCK_D)
+            similarity = (dlogit * tile.SHIFT)[:, :, None] * (squares * inverse)  # (BLOCK_N, BLOCK_H, BLOCK_D)
             if bias.ptr is None:
                 dtemp += tl.sum(similarity, 0)
             else:
@@ -212,11 +212,11 @@ def _tssa_causal_bwd_kernel(
                 )
                 gate, product, slope, dmasses, _, _ = through_moment(w, g, members, weights, moment, mass, DIMS)
                 dmoments = later_sums(dmoment, slope) + slope  # (BLOCK_N, BLOCK_H, BLOCK_D)
-                dmoment = tile.pick(dmoments, 0)
+                dmoment = tile.pick(dmoments, 0)  # (BLOCK_H, BLOCK_D)
                 squares = w * w  # (BLOCK_N, BLOCK_H, BLOCK_D)
                 if DMEMBERS:
                     masses = later_sums(dmass, dmasses) + dmasses  # (BLOCK_N, BLOCK_H)
-                    dmass = tile.pick(masses, 0)
+                    dmass = tile.pick(masses, 0)  # (BLOCK_H,)
                     dmembers = tl.sum(tile.counted(dmoments * squares, keep, mask_ptr) - product, 2)
                     dmembers += tile.counted(masses, keep, mask_ptr)
                     tile.store_rows(dlogit_at, dmembers, rows, rows < last, DIMS)
@@ -233,7 +233,7 @@ def _tssa_causal_bwd_kernel(
                     # A similarity is at most dlogit: times 1 / c, in its scale, it needs no shift in between.
                     denergies = tl.where(above, per_energy * squares * inverse, 0.0)  # (BLOCK_N, BLOCK_H, BLOCK_D)
                     later = later_sums(denergy, denergies)  # (BLOCK_N, BLOCK_H, BLOCK_D)
-                    denergy = tile.pick(later + denergies, 0)
+                    denergy = tile.pick(later + denergies, 0)  # (BLOCK_H, BLOCK_D)
                     # The token's own part, 1 / c - w^2 / c^2, is one term, so that a first token's cancels exactly.
                     own = per_energy * tl.where(above, earlier * inverse, 1.0)  # (BLOCK_N, BLOCK_H, BLOCK_D)
                     through_energy = own - tile.counted(later * tile.SHIFT, keep, mask_ptr)

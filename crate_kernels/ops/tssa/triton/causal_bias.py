@@ -76,7 +76,7 @@ def _tssa_causal_dbias_kernel(
                 longest = tl.maximum(longest, tl.max(counts, 0))
         inside = (rows < longest)[:, None] & (heads < NHEADS)[None, :]
         places = heads.to(tl.int64)[None, :] * stride_bh + rows.to(tl.int64)[:, None] * stride_bs
-        bias = tl.load(bias_ptr + places, mask=inside, other=0.0).to(tl.float32)
+        bias = tl.load(bias_ptr + places, mask=inside, other=0.0).to(tl.float32)  # (BLOCK_N, BLOCK_H)
         tile.store_heads(dtemp_ptr + block.to(tl.int64) * NHEADS, tl.sum(acc * bias, 0), DIMS)
     if temp_ptr is not None:
         acc *= tile.load_heads(temp_ptr, DIMS)[None, :]

@@ -45,7 +45,7 @@ from crate_kernels.ops.tssa.triton.tile import TokenNumbers
 @triton.jit
 def channel_gate(moment, seed_ptr, drop_last, inverse_keep, index, DIMS: tl.constexpr):
     """Return A = 1 / (1 + M), times the dropout factor of each channel, (BLOCK_H, BLOCK_D)."""
-    gate = 1.0 / (1.0 + moment)
+    gate = 1.0 / (1.0 + moment)  # (BLOCK_H, BLOCK_D)
     if seed_ptr is not None:
         heads = tile.heads_of(DIMS)[:, None]
         keep = keep_mask(
@@ -90,7 +90,7 @@ def _tssa_fwd_kernel(
             keep = tile.kept(mask_ptr, rows, last, masking.stride_ms)  # (BLOCK_N,)
             acc += tile.counted(w * w, keep, mask_ptr)
             kept_tokens += keep
-        energy = tl.sum(acc, 0)
+        energy = tl.sum(acc, 0)  # (BLOCK_H, BLOCK_D)
         keys = tl.sum(kept_tokens, 0) + tl.zeros((BLOCK_H,), tl.float32)
         if not MEMBERS:
             tile.store_sums(sums.parts_ptr, pid, energy, keys, DIMS)
@@ -101,7 +101,7 @@ def _tssa_fwd_kernel(
         energy = tile.floored(energy, tile.FULL_FLOOR)
         if chunk == 0:
             tile.store_channels(energy_ptr + index64 * (DIMS.NHEADS * DIMS.HEAD_DIM), energy, DIMS)
-        inverse, rest = quotients.inverse_of(energy, DIMS)
+        inverse, rest = quotients.inverse_of(energy, DIMS)  # (BLOCK_H, BLOCK_D)
         temp = tile.load_heads(temp_ptr, DIMS)  # (BLOCK_H,)
         acc = tl.zeros((BLOCK_N, BLOCK_H, BLOCK_D), tl.float32)
         masses = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
@@ -119,15 +119,15 @@ def _tssa_fwd_kernel(
             weights = tile.counted(members, tile.kept(mask_ptr, rows, last, masking.stride_ms), mask_ptr)
             acc += weights[:, :, None] * squares
             masses += weights
-        moment = tl.sum(acc, 0)
-        mass = tl.sum(masses, 0)
+        moment = tl.sum(acc, 0)  # (BLOCK_H, BLOCK_D)
+        mass = tl.sum(masses, 0)  # (BLOCK_H,)
         if not OUTPUT:
             tile.store_sums(sums.parts_ptr, pid, moment, mass, DIMS)
 
     if OUTPUT:
         if not MEMBERS:
             moment, mass = tile.load_sums(sums.second_ptr, index, DIMS)  # (BLOCK_H, BLOCK_D), (BLOCK_H,)
-        moment = moment / (mass + tile.MASS_FLOOR)[:, None]
+        moment = moment / (mass + tile.MASS_FLOOR)[:, None]  # (BLOCK_H, BLOCK_D)
         if chunk == 0:
             tile.store_channels(moment_ptr + index64 * (DIMS.NHEADS * DIMS.HEAD_DIM), moment, DIMS)
         gate = channel_gate(moment, masking.seed_ptr, drop_last, masking.inverse_keep, index, DIMS)

@@ -60,12 +60,12 @@ def _tssa_bwd_kernel(
     energy = tile.floored(
         tile.load_channels(energy_ptr + index64 * (DIMS.NHEADS * DIMS.HEAD_DIM), DIMS), tile.FULL_FLOOR
     )
-    inverse, rest = quotients.inverse_of(energy, DIMS)
-    scale = 1.0 / tl.minimum(tl.max(energy, 1), 1.0)
+    inverse, rest = quotients.inverse_of(energy, DIMS)  # (BLOCK_H, BLOCK_D)
+    scale = 1.0 / tl.minimum(tl.max(energy, 1), 1.0)  # (BLOCK_H,)
     if DIMS.WIDE:
         scale = tl.full((BLOCK_H,), 1.0, tl.float32)
     moment = tile.load_channels(moment_ptr + index64 * (DIMS.NHEADS * DIMS.HEAD_DIM), DIMS)  # (BLOCK_H, BLOCK_D)
-    gate = channel_gate(moment, masking.seed_ptr, drop_last, masking.inverse_keep, index, DIMS)
+    gate = channel_gate(moment, masking.seed_ptr, drop_last, masking.inverse_keep, index, DIMS)  # (BLOCK_H, BLOCK_D)
 
     if DGATE:
         acc = tl.zeros((BLOCK_N, BLOCK_H, BLOCK_D), tl.float32)
@@ -77,15 +77,15 @@ def _tssa_bwd_kernel(
             tile.store_rows(dgate_at, tl.sum(product * gate[None, :, :], 2), rows, rows < last, DIMS)
             acc += product * members[:, :, None]
             masses += tile.counted(members, tile.kept(mask_ptr, rows, last, masking.stride_ms), mask_ptr)
-        by_channel, mass = tl.sum(acc, 0), tl.sum(masses, 0)
+        by_channel, mass = tl.sum(acc, 0), tl.sum(masses, 0)  # (BLOCK_H, BLOCK_D), (BLOCK_H,)
         if not DLOGIT:
             tile.store_sums(sums.parts_ptr, pid, by_channel, mass, DIMS)
     if not DGATE:
         by_channel, mass = tile.load_sums(sums.first_ptr, index, DIMS)  # (BLOCK_H, BLOCK_D), (BLOCK_H,)
 
     if DLOGIT or DW:
-        dmoment = by_channel * gate / (1.0 + moment) / (mass + tile.MASS_FLOOR)[:, None]
-        dmass = -tl.sum(dmoment * moment, 1)
+        dmoment = by_channel * gate / (1.0 + moment) / (mass + tile.MASS_FLOOR)[:, None]  # (BLOCK_H, BLOCK_D)
+        dmass = -tl.sum(dmoment * moment, 1)  # (BLOCK_H,)
     if DLOGIT:
         if DGATE:
             # Threads read what others stored in the step before.
@@ -95,7 +95,7 @@ def _tssa_bwd_kernel(
             rows = n + tl.arange(0, BLOCK_N)
             w = tile.load_tokens(w_at, rows, last, DIMS)  # (BLOCK_N, BLOCK_H, BLOCK_D)
             squares = w * w  # (BLOCK_N, BLOCK_H, BLOCK_D)
-            shared = tl.sum(squares * dmoment[None, :, :], 2) + dmass[None, :]
+            shared = tl.sum(squares * dmoment[None, :, :], 2) + dmass[None, :]  # (BLOCK_N, BLOCK_H)
             dmembers = tile.counted(shared, tile.kept(mask_ptr, rows, last, masking.stride_ms), mask_ptr)
             dmembers -= tile.load_rows(dgate_at, rows, last, DIMS)
             if dmembership_ptr is not None:
@@ -105,7 +105,7 @@ def _tssa_bwd_kernel(
             if DIMS.WIDE:
                 squares = quotients.ratio_of(squares, inverse[None, :, :], rest[None, :, :], DIMS)
             acc += dlogit[:, :, None] * squares
-        denergy = tl.sum(acc, 0)
+        denergy = tl.sum(acc, 0)  # (BLOCK_H, BLOCK_D)
         if not DW:
             tile.store_sums(sums.parts_ptr, pid, denergy, tl.zeros((BLOCK_H,), tl.float32), DIMS)
 
@@ -114,12 +114,12 @@ def _tssa_bwd_kernel(
             denergy, _ = tile.load_sums(sums.second_ptr, index, DIMS)  # (BLOCK_H, BLOCK_D), (BLOCK_H,)
         else:
             tl.debug_barrier()
-        similarity = denergy
+        similarity = denergy  # (BLOCK_H, BLOCK_D)
         if not DIMS.WIDE:
             similarity = denergy / energy
         if chunk == 0:
             tile.store_heads(dtemp_ptr + index64 * DIMS.NHEADS, tl.sum(similarity, 1) / scale, DIMS)
-        twice = 2.0 * tile.load_heads(temp_ptr, DIMS)[:, None] / energy / scale[:, None]
+        twice = 2.0 * tile.load_heads(temp_ptr, DIMS)[:, None] / energy / scale[:, None]  # (BLOCK_H, BLOCK_D)
         # A single token is its own sum: w^2 / c is 1 whatever w is, and two large terms need not cancel.
         above = energy > tile.FULL_FLOOR
         twice = tl.where(above & (count == 1), 0.0, twice)
@@ -133,7 +133,7 @@ def _tssa_bwd_kernel(
             slope = (2.0 * tile.counted(members, keep, mask_ptr))[:, :, None] * dmoment[None, :, :]
             mean = tile.counted(tl.broadcast_to(similarity[None, :, :], w.shape), keep, mask_ptr)
             slope += (dlogit[:, :, None] - mean) * twice[None, :, :]
-            dw = w * slope - g * members[:, :, None] * gate[None, :, :]
+            dw = w * slope - g * members[:, :, None] * gate[None, :, :]  # (BLOCK_N, BLOCK_H, BLOCK_D)
             tile.store_tokens(dw_at, dw, rows, rows < last, DIMS)
         if PACKED and chunk == 0:
             dw_at = tile.tokens_at(dw_tokens, 0, 0)

@@ -44,10 +44,10 @@ def softmax_over_heads(temp, similarity, there, DIMS: tl.constexpr):
     the factor, so that an exponential is one instruction. Beyond the last token q is 0, and an infinite temp times 0 is
     no number.
     """
-    logits = (temp.to(similarity.dtype) * LOG2_E)[None, :] * similarity
+    logits = (temp.to(similarity.dtype) * LOG2_E)[None, :] * similarity  # (BLOCK_N, BLOCK_H)
     logits = tl.where((heads_of(DIMS) < DIMS.NHEADS)[None, :], logits, -float("inf"))
     power = logits - tl.max(logits, 1)[:, None]
-    weights = tl.exp2(power.to(tl.float32))
+    weights = tl.exp2(power.to(tl.float32))  # (BLOCK_N, BLOCK_H)
     if DIMS.WIDE:
         # What a power rounds off is a factor: of 80, a membership of 1e-24 would lose 4e-6, and be all of a moment.
         finite = tl.where(power > -1000.0, power, 0.0)

@@ -127,18 +127,18 @@ def through_moment(w, g, members, weights, moment, mass, DIMS: tl.constexpr):
 
     These are g A and g A w (both by element), dM / s (by element) and the terms of V (by token and head).
     """
-    earlier_masses = earlier_sums(mass, weights)
+    earlier_masses = earlier_sums(mass, weights)  # (BLOCK_N, BLOCK_H)
     weighted = (weights * tile.SHIFT)[:, :, None] * (w * w)  # (BLOCK_N, BLOCK_H, BLOCK_D)
     masses, moments = earlier_masses + weights, earlier_sums(moment, weighted) + weighted
-    floored = masses + tile.MASS_FLOOR
-    shifted = (floored * tile.SHIFT)[:, :, None]
+    floored = masses + tile.MASS_FLOOR  # (BLOCK_N, BLOCK_H)
+    shifted = (floored * tile.SHIFT)[:, :, None]  # (BLOCK_N, BLOCK_H, 1)
     # A = 1 / (1 + M) without the division of M.
-    inverse = quotients.reciprocal(moments + shifted, DIMS)
-    gate = g * (inverse * shifted)
-    product = gate * w
-    per_mass = product * inverse
-    slope = per_mass * (members * tile.SHIFT)[:, :, None]
-    dmasses = -tl.sum(per_mass * moments, 2) * (members / floored)
+    inverse = quotients.reciprocal(moments + shifted, DIMS)  # (BLOCK_N, BLOCK_H, BLOCK_D)
+    gate = g * (inverse * shifted)  # (BLOCK_N, BLOCK_H, BLOCK_D)
+    product = gate * w  # (BLOCK_N, BLOCK_H, BLOCK_D)
+    per_mass = product * inverse  # (BLOCK_N, BLOCK_H, BLOCK_D)
+    slope = per_mass * (members * tile.SHIFT)[:, :, None]  # (BLOCK_N, BLOCK_H, BLOCK_D)
+    dmasses = -tl.sum(per_mass * moments, 2) * (members / floored)  # (BLOCK_N, BLOCK_H)
     LAST: tl.constexpr = w.shape[0] - 1
     return gate, product, slope, dmasses, tile.pick(moments, LAST), tile.pick(masses, LAST)
 

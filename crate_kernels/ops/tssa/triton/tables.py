@@ -8,8 +8,8 @@ Keyed by the channels of a token, all heads together, in the place of head_dim.
 ====== =========================================================================================================
 TILE   elements per tile; a tile of 4096 takes 16 fp32 registers of 256 threads
 TOKENS tokens per tile
-LANE   most numbers of a token per thread: many where a program has all heads, few where it has some; 0: by TILE
-CHUNK  most tokens per program, where it has not the whole sequence
+LANE   numbers of a token per thread, at most: many where a program has all heads, few where it has some; 0: by TILE
+CHUNK  tokens per program, at most, where it has not the whole sequence
 WHOLE  kB of a sequence up to which one program has it: it is done before further launches would have begun
 CROWD  the same where half of the multiprocessors get one: each keeps its own in its share of the L2 cache, which is
        50 MB by 132 on an H100
