@@ -92,10 +92,6 @@ def some_inputs(count):
     return lambda call, t: bool(call.wrt) and len(call.wrt) < count
 
 
-def some_outputs(call, t):
-    return 0 < len(call.upstream) < len(call.outputs)
-
-
 def in_line(pattern):
     return lambda call, t: re.search(pattern, call.context + call.line) is not None
 
@@ -160,7 +156,8 @@ ATTENTION = ANY | {
     "expanded mask": expanded("mask"), "row without keys": whole_row_padded, "far padding": far_padding,
     "padding left of a tile": padded_for_a_tile("left"), "padding right of a tile": padded_for_a_tile("right"),
     "saturated with dropout": saturated_with_dropout, "second output in place": mode("second"),
-    "some outputs": some_outputs, "one token": length(1), "a tile of tokens": length(63, 64, 65),
+    "some outputs": lambda call, t: 0 < len(call.upstream) < len(call.outputs),
+    "one token": length(1), "a tile of tokens": length(63, 64, 65),
 }  # fmt: skip
 CACHE = {
     "strided index": strided("index"), "strided mask": strided("mask"),

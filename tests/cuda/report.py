@@ -35,13 +35,8 @@ def kernels(text):
             shared = _SHARED.search(used[2])
             found.append((name, int(used[1]), memory[0], memory[1] + memory[2], int(shared[1]) if shared else 0))
             name = memory = None
-    names = short_names([row[0] for row in found])
+    names = [_short(name) for name in _demangled([row[0] for row in found])]
     return [Kernel(name, *row[1:]) for name, row in zip(names, found, strict=True)]
-
-
-def short_names(symbols):
-    """Return the names in C++ of ``symbols``, without results, arguments and the package's namespace."""
-    return [_short(name) for name in _demangled(symbols)]
 
 
 def _demangled(names):

@@ -311,11 +311,6 @@ def mesh_of_two():
     return init_device_mesh("cpu", (2,))
 
 
-def on_mesh(case):
-    """A case that takes the mesh of both processes in the place of their group."""
-    return lambda group: case(mesh_of_two())
-
-
 ON_MESH = {
     **{f"heads-apart-{name}": heads_apart(*case) for name, case in ATTENTION.items()},
     "heads-apart-patched": heads_apart(patched(lambda: published.Attention(DIM, HEADS, HEAD_DIM)), QKV),
@@ -367,4 +362,5 @@ ON_MESH = {
     "save-tied-head": saving("crate_lm"),
 }
 assert BLOCKS.keys() == FAMILIES.keys()
-CASES = {name: on_mesh(case) for name, case in ON_MESH.items()}
+# These take the mesh of both processes in the place of their group.
+CASES = {name: lambda group, case=case: case(mesh_of_two()) for name, case in ON_MESH.items()}

@@ -81,7 +81,7 @@ def link(rng, path):
 
 def field(rng, path):
     """Change, remove, add or repeat a key somewhere in a JSON file."""
-    _rewrite(path, lambda text: _edit(rng, text))
+    path.write_text(_edit(rng, path.read_text(errors="replace")), errors="replace")
 
 
 def header(rng, path):
@@ -116,10 +116,6 @@ def huge(rng, path):
 ANY = (flip, cut, grow, replace, link)
 JSON = (field, field, field)
 TENSORS = (header, header, header, length, huge)
-
-
-def _rewrite(path, change):
-    path.write_text(change(path.read_text(errors="replace")), errors="replace")
 
 
 def _edit(rng, text):

@@ -105,7 +105,7 @@ def test_an_operator_in_a_module_of_ones_own_says_what_to_do():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("family", [f for f in (*FAMILIES, *CRATES) if f != "crate_mae"])  # takes a None
 def test_a_trace_has_the_gradients(family):
-    model, images = model_of(family), inputs(family)
+    model, images = model_of(family), images_of(family)
 
     class Logits(nn.Module):  # a trace cannot return the None that stands for no loss
         def __init__(self):

@@ -21,14 +21,6 @@ def test_small_layers_are_plain(monkeypatch):
     assert torch.equal(ours(x), plain(x))
 
 
-def vmapped(layer, x):
-    return torch.func.vmap(layer)(x)
-
-
-def forward_ad(layer, x):
-    return torch.func.jvp(layer, (x,), (torch.ones_like(x),))[1]
-
-
 def dual(layer, x):
     with torch.autograd.forward_ad.dual_level():
         out = layer(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
@@ -49,11 +41,17 @@ def switched_off(layer, x):
         torch._C._set_mkldnn_enabled(before)
 
 
-def in_float64(layer, x):
-    return copy.deepcopy(layer).double()(x.double())
+CALLS = {
+    "vmapped": lambda layer, x: torch.func.vmap(layer)(x),
+    "forward-ad": lambda layer, x: torch.func.jvp(layer, (x,), (torch.ones_like(x),))[1],
+    "dual": dual,
+    "autocast": autocast,
+    "switched-off": switched_off,
+    "float64": lambda layer, x: copy.deepcopy(layer).double()(x.double()),
+}
 
 
-@pytest.mark.parametrize("call", [vmapped, forward_ad, dual, autocast, switched_off, in_float64])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_linear_is_plain_where_a_mode_wants_to_see_it(taken, call):
     ours, plain = pair()
     x = torch.randn(2, 5, IN, generator=torch.Generator().manual_seed(1))

@@ -68,11 +68,8 @@ def tssa(packed=False):
     bias = (NHEADS, 3 if packed else SEQLEN)
     names |= {"temp": (NHEADS,), "denom_bias": bias, "ddenom_bias": bias, "dlogit": rows}
     names |= {"energy": channels, "moment": channels, "dtemp": (NHEADS,)}
-    return {**{name: floats(*shape).abs() for name, shape in names.items()}, **options(packed), **unused_sums()}
-
-
-def unused_sums():
-    return {**dict.fromkeys(("sums_1", "sums_2", "sums_3")), "mass": None, "lengths": None}
+    unused = dict.fromkeys(("sums_1", "sums_2", "sums_3", "mass", "lengths"))
+    return {**{name: floats(*shape).abs() for name, shape in names.items()}, **options(packed), **unused}
 
 
 def full(packed=False):

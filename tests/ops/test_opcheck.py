@@ -117,10 +117,7 @@ def _overcomplete_backward_args(backend):
     return torch.randn_like(out), x, weight, decoder, codes, residuals, *options
 
 
-def _has_rectangular(backend):
-    return backends.unavailable_reason(rectangular.PART, backend, home(backend)) is None
-
-
+RECTANGULAR = [k for k in kernels("mssa") if backends.unavailable_reason(rectangular.PART, k, home(k)) is None]
 SEED = {"seed": torch.tensor(5), "dropout_p": 0.3}
 
 
@@ -199,7 +196,7 @@ OPCHECKS = {
         name: check
         for checks, found in (
             (mssa_checks, ["plain", *kernels("mssa")]),
-            (rectangular_checks, ["composite", *(k for k in kernels("mssa") if _has_rectangular(k))]),
+            (rectangular_checks, ["composite", *RECTANGULAR]),
             (tssa_checks, ["composite", *kernels("tssa")]),
             (ista_checks, ["composite", *kernels("ista")]),
         )

@@ -52,10 +52,6 @@ def causal(way, bias=None):
     return forward, backward
 
 
-def causal_with_bias(way):
-    return causal(way, torch.zeros(HEADS, SEQLEN + 3))
-
-
 # Passes (read, written) over the tokens, and over one number per token and head; and how often the sums of chunks,
 # (head_dim + 1) per chunk and head, are read and written together: in the causal backward in chunks also the marks, one
 # per chunk at these sizes, written once and read twice.
@@ -64,7 +60,11 @@ FORMS = {
     "full-chunks": (full, ((3, 1), (1, 1), 4), ((5, 1), (5, 2), 4)),
     "causal-whole": (causal, ((1, 1), (0, 1), 0), ((8, 1), (8, 2), 14)),
     "causal-chunks": (causal, ((3, 1), (1, 1), 8), ((8, 1), (8, 2), 23)),
-    "causal-bias-chunks": (causal_with_bias, ((3, 1), (1, 1), 8), ((8, 1), (9, 2), 23)),
+    "causal-bias-chunks": (
+        lambda way: causal(way, torch.zeros(HEADS, SEQLEN + 3)),
+        ((3, 1), (1, 1), 8),
+        ((8, 1), (9, 2), 23),
+    ),
 }
 
 

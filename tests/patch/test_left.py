@@ -273,11 +273,6 @@ def clipa(equal):
     return module
 
 
-def meta_buffers():
-    with torch.device("meta"):
-        return CausalAttention()
-
-
 class Final(FeedForward):
     def __init_subclass__(cls):
         raise TypeError("Final is final")
@@ -346,7 +341,7 @@ LEFT = {
     "ordinary-names": (lambda: Apart("query", "key", "value"), "has projections of its own for query, key and value"),
     "ordinary-to": (lambda: Apart("to_q", "to_k", "to_v"), "has projections of its own for query, key and value"),
     "clipa-untrained": (lambda: clipa(False), "has projections of its own for query, key and value"),
-    "meta-buffer": (meta_buffers, "its bias has no values on the meta device"),
+    "meta-buffer": (lambda: CausalAttention().to("meta"), "its bias has no values on the meta device"),
     "other-relu": (lambda: changed(PrintedISTA(), relu=nn.GELU()), "has another relu"),
     "other-dropout": (lambda: changed(Attention(), dropout=nn.AlphaDropout(0.1)), "has another dropout"),
     "dropout-that-is-none": (lambda: changed(Attention(), dropout=nn.ReLU()), "has another dropout"),

@@ -94,15 +94,13 @@ def test_ada_has_the_shared_memory(make, head_dim, dtype):
     assert all(kernel.shared <= harness.SHARED_LIMIT["sm_89"] for kernel in kernels), kernels
 
 
-def compiled_in(launch):
-    """Return the arguments of a launch that are constants of the kernel."""
-    return {p.name: launch.arguments[p.name] for p in launch.function.params if p.is_constexpr}
-
-
 def test_lengths_share_kernels():
     """No length is compiled in: of one, only what its blocks leave at the end."""
     found = [
-        [compiled_in(launch) for launch in harness.launches(make(seqlen, 64, causal=True), "sm_90")]
+        [
+            {p.name: launch.arguments[p.name] for p in launch.function.params if p.is_constexpr}
+            for launch in harness.launches(make(seqlen, 64, causal=True), "sm_90")
+        ]
         for seqlen in (1024, 1152, 4096 + 128)
         for make in (forward, backward)
     ]

@@ -56,7 +56,7 @@ class Remote:
         memory, packed = {}, []
         for argument in arguments:
             packed.append(_pack(argument, memory))
-        wholes = [_bytes_of(storage) for _, storage in memory.values()]
+        wholes = [torch.empty(0, dtype=torch.uint8).set_(storage) for _, storage in memory.values()]
         send = self._process.stdin.write
         send(_numbers(len(name)) + name.encode() + _numbers(torch.get_num_threads(), len(wholes)))
         for whole in wholes:
@@ -100,10 +100,6 @@ def _pack(argument, memory):
     offset = argument.storage_offset() * argument.element_size()
     numbers = (DTYPES.index(argument.dtype), place, offset, argument.dim(), *argument.shape, *argument.stride())
     return b"t" + _numbers(*numbers)
-
-
-def _bytes_of(storage):
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 _OF_PYTORCH = (
