@@ -30,7 +30,7 @@ def cases(package: str) -> tuple[Case, ...]:
 
 @checks.suggesting
 def excluded(case: Case, backend: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> str | None:
-    """Say why ``case`` is not held to the error tolerance on ``backend``; None if it is.
+    """Say why ``case`` is not compared with the error tolerance on ``backend``; None if it is.
 
     The reasons are properties of a backend's building blocks, and of Triton's interpreter, which runs kernels on CPU
     tensors.

@@ -28,7 +28,7 @@ class Wrong(Exception):
 
 
 class ToleranceChecker:
-    """Holds results to float64.
+    """Compares results with float64.
 
     Args:
         evaluate: ``evaluate(tensors, cast, nudge, context)`` gives the results of the equations by name, after casting

@@ -122,13 +122,15 @@ def test_a_machine_is_busy_from_half_a_core_on(free, busy):
     assert Load(4, free).busy == busy
 
 
-@pytest.mark.parametrize(("verb", "job"), [("demo", demo_job), ("denoise", denoise_job)], ids=["demo", "experiment"])
-def test_what_takes_minutes_uses_free_cores_and_says_so(verb, job, tmp_path, monkeypatch, capsys, threads):
+@pytest.mark.parametrize(
+    ("subcommand", "job"), [("demo", demo_job), ("denoise", denoise_job)], ids=["demo", "experiment"]
+)
+def test_what_takes_minutes_uses_free_cores_and_says_so(subcommand, job, tmp_path, monkeypatch, capsys, threads):
     used = []
     monkeypatch.setattr(load, "measure", lambda: Load(4, 1.0))
     monkeypatch.setattr(job, "run", lambda *args, **kwargs: used.append(torch.get_num_threads()) or 0)
     threads(4)
-    assert main([verb, "--device", "cpu", "--output", str(tmp_path / "out")]) == 0
+    assert main([subcommand, "--device", "cpu", "--output", str(tmp_path / "out")]) == 0
     assert used == [1]
     assert capsys.readouterr().out.startswith(
         "1.0 of 4 cores free, others are at work on this machine: 1 thread instead"

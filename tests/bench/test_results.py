@@ -8,7 +8,7 @@ import torch
 from crate_kernels import testing
 from crate_kernels.bench import clock, figures, load, providers, rows
 from crate_kernels.bench.rows import BenchRow, Results
-from crate_kernels.cli import bench as bench_verb
+from crate_kernels.cli import bench as bench_subcommand
 from crate_kernels.cli import main
 
 MACHINE = {
@@ -120,16 +120,16 @@ def test_series_of_a_sweep(results):
 )
 def test_change_beyond_noise(results, factor, min_change, moved):
     later = Results(dict(MACHINE), [row("cpp", drawn(factor * 1e-3)), row("triton", drawn(1.0))])
-    (change,) = bench_verb.changes(results, later)
+    (change,) = bench_subcommand.changes(results, later)
     assert change.ratio == pytest.approx(factor)
     assert change.low <= change.ratio <= change.high
     assert change.moved(min_change) == moved
-    assert bench_verb.missing(results, later)[1] == [later.rows[1].key]
+    assert bench_subcommand.missing(results, later)[1] == [later.rows[1].key]
 
 
 def test_wide_samples_are_no_change(results):
     later = Results(dict(MACHINE), [row("cpp", [0.5e-3, 0.9e-3, 1.3e-3, 2e-3, 3e-3])])
-    (change,) = bench_verb.changes(results, later)
+    (change,) = bench_subcommand.changes(results, later)
     assert change.ratio == pytest.approx(1.3)
     assert not change.moved(0.05)
 
@@ -146,9 +146,9 @@ def test_compare_prints_what_moved(results, tmp_path, capsys):
     assert "9 rows only in the first" in printed or "8 rows only in the first" in printed
 
 
-@pytest.mark.parametrize("verb", [["bench", "compare", "absent.json", "absent.json"], ["plot", "absent.json"]])
-def test_absent_file(verb, capsys):
-    assert main(verb) == 2
+@pytest.mark.parametrize("subcommand", [["bench", "compare", "absent.json", "absent.json"], ["plot", "absent.json"]])
+def test_absent_file(subcommand, capsys):
+    assert main(subcommand) == 2
     assert "absent.json" in capsys.readouterr().out
 
 
@@ -191,8 +191,8 @@ def bench(tmp_path, monkeypatch, capsys):
     shapes = {"tssa": ("vit-196", (1, 2, 9, 16)), "ista": ("tokens-1576", (1, 9, 16))}
     tiny = [testing.Timed(testing.Case(op, *case), "a layer", ("cpu",), True) for op, case in shapes.items()]
     monkeypatch.setattr(testing, "TIMED_CASES", tiny)
-    for tier in bench_verb._SECONDS:
-        monkeypatch.setitem(bench_verb._SECONDS, tier, 0.01)
+    for tier in bench_subcommand._SECONDS:
+        monkeypatch.setitem(bench_subcommand._SECONDS, tier, 0.01)
     run.path = tmp_path / "out.json"
     return run
 
@@ -212,13 +212,13 @@ def test_bench_prints_a_table_and_writes_rows(bench):
 
 
 def test_a_run_that_is_killed_leaves_the_rows_so_far(bench, monkeypatch):
-    every = bench_verb._rows
+    every = bench_subcommand._rows
 
     def killed(*args):
         yield from itertools.islice(every(*args), 2)
         raise SystemExit
 
-    monkeypatch.setattr(bench_verb, "_rows", killed)
+    monkeypatch.setattr(bench_subcommand, "_rows", killed)
     with pytest.raises(SystemExit):
         bench()
     assert len(rows.read(bench.path).rows) == 2
@@ -233,9 +233,9 @@ def test_a_file_that_cannot_be_written_ends_bench_with_a_line(bench, tmp_path):
 
 def test_a_file_that_another_run_writes_is_left_alone(bench, monkeypatch):
     def taken(path):
-        raise bench_verb.files.InUse(f"{path} is in use by process 1 on a host")
+        raise bench_subcommand.files.InUse(f"{path} is in use by process 1 on a host")
 
-    monkeypatch.setattr(bench_verb.files, "owned", taken)
+    monkeypatch.setattr(bench_subcommand.files, "owned", taken)
     status, printed, path = bench()
     assert (status, printed) == (2, f"bench: {path} is in use by process 1 on a host\n")
     assert not path.exists()
@@ -297,13 +297,13 @@ def test_bench_marks_a_provider_beyond_its_tolerance(name, bench, monkeypatch):
 
 
 def test_an_interrupted_run_prints_and_writes_what_was_timed(bench, monkeypatch):
-    every = bench_verb._rows
+    every = bench_subcommand._rows
 
     def interrupted(*args):
         yield from itertools.islice(every(*args), 3)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench_verb, "_rows", interrupted)
+    monkeypatch.setattr(bench_subcommand, "_rows", interrupted)
     status, printed, path = bench()
     assert status == 0
     assert "bench: interrupted; what follows is what was timed" in printed
@@ -329,7 +329,7 @@ def test_what_bench_times(options, ops, dtypes, bench, monkeypatch):
         seen.append(row)
         return row
 
-    monkeypatch.setattr(bench_verb.measuring, "measure", measured)
+    monkeypatch.setattr(bench_subcommand.measuring, "measure", measured)
     bench(options=options)
     assert {row.op for row in seen} == ops
     assert {row.dtype for row in seen} == dtypes
@@ -347,7 +347,7 @@ def test_cases_and_devices_that_a_run_leaves_out(bench, monkeypatch):
     gone = [replace(tssa, devices=("cuda",)), replace(ista, brief=False)]
     monkeypatch.setattr(testing, "TIMED_CASES", gone)
     seen = []
-    monkeypatch.setattr(bench_verb.measuring, "measure", lambda row, *_: seen.append(row.op) or row)
+    monkeypatch.setattr(bench_subcommand.measuring, "measure", lambda row, *_: seen.append(row.op) or row)
     bench(options=["--op", "tssa", "--op", "ista"])
     assert seen == []
     bench(options=["--full"])
@@ -385,16 +385,16 @@ def test_compare_lists_the_slower_rows_first_and_heeds_its_least(results, tmp_pa
 def test_the_line_of_a_case(results):
     found = [row("eager", [3e-3]), row("cpp", [1e-3], loop_seconds=[5e-4]), row("composite", [2e-3])]
     found += [row("sdpa", [], skipped="not here"), row("eager", [1e-3], 256), row("cpp", [], 256, skipped="wrong: out")]
-    header, _, *lines = bench_verb._table(Results(MACHINE, found)).splitlines()
+    header, _, *lines = bench_subcommand._table(Results(MACHINE, found)).splitlines()
     assert header.split() == ["case", "backend", "ms", "in", "a", "loop", "x", "eager", "x", "composite"]
     assert [line.split() for line in lines] == [
         ["mssa", "n128", "fp32", "both", "cpp", "1.000", "0.500", "3.00", "2.00"],
         ["mssa", "n256", "fp32", "both", "-", "(cpp", "wrong)", "-", "-", "-", "-"],
     ]
-    assert bench_verb._time_cell(replace(found[0], times_eager=0.5, share=0.25)) == (
+    assert bench_subcommand._time_cell(replace(found[0], times_eager=0.5, share=0.25)) == (
         "     3.000 ms  error 0.50 x eager's, 0.25 of its tolerance"
     )
-    assert bench_verb._time_cell(found[3]) == "not here"
-    assert bench_verb._heading(Results(MACHINE, [])) == (
+    assert bench_subcommand._time_cell(found[3]) == "not here"
+    assert bench_subcommand._heading(Results(MACHINE, [])) == (
         "a CPU (of some make), torch 2; product fp32 0.1 TFLOP/s; copy 10 GB/s\n"
     )

@@ -78,7 +78,7 @@ def test_code_in_sentences_fits_the_code(page):
 
 
 def hold(call, function):
-    """Hold the keywords of a call to the signature, and those of a model to its config."""
+    """Check the keywords of a call against the signature, and those of a model against its config."""
     takes = inspect.signature(function).parameters.values()
     named = {one.name for one in takes if one.kind is not one.VAR_KEYWORD}
     free = any(one.kind is one.VAR_KEYWORD for one in takes)

@@ -114,7 +114,7 @@ def source(module):
 
 
 def collected(words):
-    """Hold the files of a call of pytest to the tree; ``test_pytest_takes_the_options`` does its options."""
+    """Check that the files of a call of pytest exist; ``test_pytest_takes_the_options`` does its options."""
     for word in words:
         assert not word.startswith(("tests/", "benchmarks")) or list(pages.ROOT.glob(word)), word
     for flag, plugin in pairwise(words):
@@ -122,7 +122,7 @@ def collected(words):
 
 
 def pip(words):
-    """Hold the extras of an installation, and what a build requires, to pyproject.toml."""
+    """Check the extras of an installation, and what a build requires, against pyproject.toml."""
     assert words[0] == "install"
     if "--require-hashes" in words or "--target" in words:
         return
@@ -156,7 +156,7 @@ def extras():
 
 
 def make(words, monkeypatch):
-    """Hold targets and variables to the Makefile, and what a target would run to the parsers of that."""
+    """Check targets and variables against the Makefile, and what a target would run by the parsers of that."""
     variables = [word for word in words if "=" in word]
     recipe = dry_run(*words)
     for variable in variables:
@@ -197,7 +197,7 @@ def accelerate(words, monkeypatch):
 
 
 def tool(words, monkeypatch):
-    """Pass what is not ours: there is nothing here to hold it to."""
+    """Pass what is not ours: there is nothing here to compare it with."""
 
 
 def ci(words, monkeypatch):

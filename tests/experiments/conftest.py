@@ -1,4 +1,4 @@
-"""Run a verb at its quick size on the small digits."""
+"""Run a subcommand at its quick size on the small digits."""
 
 import json
 
@@ -23,11 +23,11 @@ def undrawn(monkeypatch):
 
 @pytest.fixture
 def run(small, tmp_path, capsys):
-    """Run a verb; return its status, what it printed on one line, and its folder."""
+    """Run a subcommand; return its status, what it printed on one line, and its folder."""
 
-    def call(verb, *options, preset="quick"):
-        folder = tmp_path / verb
-        status = main([verb, "--preset", preset, "--output", str(folder), "--device", "cpu", *options])
+    def call(subcommand, *options, preset="quick"):
+        folder = tmp_path / subcommand
+        status = main([subcommand, "--preset", preset, "--output", str(folder), "--device", "cpu", *options])
         printed = capsys.readouterr()
         return status, " ".join((printed.out + printed.err).split()), folder
 

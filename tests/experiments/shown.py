@@ -54,15 +54,15 @@ TEXTS = {
 }  # fmt: skip
 
 
-def hold(verb, figures, tables, facts):
+def check(subcommand, figures, tables, facts):
     """Require that the figures and the tables of a quick run show its numbers."""
     said = [_texts(figure) for figure in figures]
     backend = facts["backend"] or ""
-    wanted = [[text.replace("(cpp)", f"({backend})") for text in axes] for axes in TEXTS[verb]]
+    wanted = [[text.replace("(cpp)", f"({backend})") for text in axes] for axes in TEXTS[subcommand]]
     for ours, each in zip(said, wanted, strict=True):
         assert [re.sub(r"\d+(?=%)|(?<=: )\d\.\d\d", "{}", text) for text in ours] == each
     (table,) = tables
-    globals()[f"_{verb}"](figures, table, facts)
+    globals()[f"_{subcommand}"](figures, table, facts)
 
 
 def _at_the_edge(figure):

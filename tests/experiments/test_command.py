@@ -39,8 +39,8 @@ def fake(monkeypatch, tmp_path):
         settings: Any = SimpleNamespace(PRESETS={each: PRESETS[each] for each in presets})
         monkeypatch.setitem(sys.modules, f"{name}.settings", settings)
         monkeypatch.setitem(sys.modules, f"{name}.job", SimpleNamespace(run=job))
-        verb = Experiment("fake", "a fake", "an hour", **{"ops": ("mssa",), **fields})
-        monkeypatch.setattr("crate_kernels.cli.EXPERIMENTS", (verb,))
+        subcommand = Experiment("fake", "a fake", "an hour", **{"ops": ("mssa",), **fields})
+        monkeypatch.setattr("crate_kernels.cli.EXPERIMENTS", (subcommand,))
         return main(["fake", "--output", str(tmp_path / "out"), *options])
 
     return run
@@ -80,7 +80,7 @@ def test_a_job_gets_what_was_asked_for(fake, tmp_path):
     ],
     ids=["preset", "quick", "no presets", "no operators", "seed"],
 )
-def test_options_that_a_verb_does_not_have(options, fields, fake):
+def test_options_that_a_subcommand_does_not_have(options, fields, fake):
     with pytest.raises(SystemExit) as stopped:
         fake(lambda *_: 0, *options, **fields)
     assert stopped.value.code == 2
@@ -154,7 +154,7 @@ def test_cores_are_shared_before_the_job(fake, monkeypatch):
     assert seen == [(CPU, print)]
 
 
-def test_operators_of_each_verb():
+def test_operators_of_each_subcommand():
     crate = ("mssa", "ista")
     assert {each.name: each.ops for each in EXPERIMENTS} == {
         "demo": crate, "denoise": ("mssa",), "icl": ("mssa",), "redunet": (), "layers": crate,

@@ -120,7 +120,7 @@ def numbers(x, device):
 
 
 def function(place, exact, bounds, unit, device):
-    """Hold a function to its error: at most so many units of the last place, or 2^-22 where there is no unit."""
+    """Check a function's error: at most so many units of the last place, or 2^-22 where there is no unit."""
     x = torch.linspace(bounds[0], bounds[1], 4099)
     expected = exact(x.double())
     error = (numbers(x, device)[place].double() - expected).abs()
@@ -129,7 +129,7 @@ def function(place, exact, bounds, unit, device):
 
 
 def conversion(places, make, device):
-    """Hold what a conversion makes of x and -x, in bf16 and in fp16, to PyTorch's bits."""
+    """Compare conversions of x and -x to bf16 and fp16 with PyTorch's bits."""
     x = torch.linspace(-2, 2, 4098).bfloat16().float() if make is squares else torch.linspace(-2, 2, 4098)
     pairs = torch.stack([x, -x], 1)
     expected = [make(pairs.to(dtype)).view(torch.int32).view(-1) for dtype in (torch.bfloat16, torch.float16)]
@@ -152,13 +152,13 @@ def clocks(name, threads, device):
 
 
 def fill(adds, to, times):
-    """Store four numbers in places in turn, or add them to what is there."""
+    """Store four numbers in one place after another, or add them to what is there."""
     shape = Shape(8 * launch.gpu(to.device).multiprocessors, 256)
     run(f"rate_kernel<{str(adds).lower()}>", shape, to, c_int64(times), c_int64(len(to) - 1))
 
 
 def filled(to, count):
-    """Hold places to four numbers stored, or added ``count`` times."""
+    """Check places for four numbers stored, or added ``count`` times."""
     return same(to, torch.tensor([1.0, 2.0, 3.0, 4.0], device=to.device).mul(count).expand(len(to), 4))
 
 

@@ -127,7 +127,7 @@ def clusters(kind, case, dtype):
 
 
 def generation(name, device="cuda", **sizes):
-    """Hold the tokens of replayed steps of generation to those of called ones; in fp32, where ties are rare."""
+    """Compare the tokens of replayed steps of generation with those of called ones; in fp32, where ties are rare."""
     torch.manual_seed(0)
     model = models.create(name, n_layer=2, block_size=128, **sizes).to(device)
     prompts = [torch.randint(model.config.vocab_size, (size,), device=device) for size in (9, 30, 17)]

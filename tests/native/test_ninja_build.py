@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from crate_kernels._native import build, ninja_build
-from crate_kernels.cli import build as verb
+from crate_kernels.cli import build as build_command
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 # The headers that each source includes.
@@ -254,14 +254,14 @@ def test_progress_is_shown(tree, monkeypatch, capsys):
     assert {line.split()[1] for line in shown[1:]} == {*(f"csrc/{name}" for name in TREE), "library.so"}
     begun = "build: compiling: a minute or two, up to 8 where others use the cores\n"
     now = iter([0.0, 19.0, 21.0, 21.0, 30.0])
-    monkeypatch.setattr(verb.time, "monotonic", lambda: next(now))
-    log = verb._Progress()
+    monkeypatch.setattr(build_command.time, "monotonic", lambda: next(now))
+    log = build_command._Progress()
     for line in (*shown[:4], ""):
         log(line)
     assert capsys.readouterr().out == f"{begun}build: {shown[2]}\n"
-    monkeypatch.setattr(verb.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(build_command.time, "monotonic", lambda: 0.0)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    terminal = verb._Progress()
+    terminal = build_command._Progress()
     for line in (*shown[:2], ""):
         terminal(line)
     assert capsys.readouterr().out == f"{begun}\r\x1b[K{shown[1]}\r\x1b[K"

@@ -46,7 +46,7 @@ def poisoned_memory(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def repeated_calls():
-    """Hold every kind of call to what its plan repeats, with Triton's interpreter in the driver's place."""
+    """Compare every kind of call with its plan's repetition, with Triton's interpreter in the driver's place."""
     if not plan.available():
         yield None
         return

@@ -2,7 +2,7 @@
 
 A few dozen a backend; ``make fuzz`` draws thousands, judged by separate equations.
 
-Precision is what the named cases hold a backend to. Among hundreds of drawn ones are some where eager happens to be
+The named cases check precision. Among hundreds of drawn ones are some where eager happens to be
 exact (one token, or a sum that comes out to the last bit), so here an output is wrong if it lacks half the digits
 of its dtype and eager does not lack as many: an element that is missed, masked or shifted is off by far more.
 """

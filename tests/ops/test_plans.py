@@ -1,6 +1,6 @@
 """Which calls a plan repeats, and to the same bits; test_repeated.py has what must not change where they do.
 
-The fixture of conftest.py holds every operator test to its plans.
+The fixture of conftest.py compares every operator test with its plans.
 """
 
 import os

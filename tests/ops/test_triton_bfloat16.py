@@ -7,7 +7,7 @@ from crate_kernels._core import backends
 
 pytest.importorskip("triton", reason="needs Triton's interpreter: pip install triton")
 if not backends._INTERPRETED:
-    pytest.skip("holds the interpreter to PyTorch: needs TRITON_INTERPRET=1", allow_module_level=True)
+    pytest.skip("compares the interpreter with PyTorch: needs TRITON_INTERPRET=1", allow_module_level=True)
 
 import triton  # only where it interprets
 import triton.language as tl

@@ -13,7 +13,7 @@ EAGER_ERROR = 2.0**-20
 
 
 def measure(error, name="out", at=0, eager=EAGER_ERROR):
-    """Hold a result that is off by ``error`` in one place to eager's, which is off in another."""
+    """Compare a result that is off by ``error`` in one place with eager's, which is off in another."""
     actual, published = EXACT.clone(), EXACT.clone()
     actual[at] += error
     published[2] += eager

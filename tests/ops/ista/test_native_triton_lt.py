@@ -166,7 +166,7 @@ def test_the_op_refuses_what_it_would_read_as_wrong_numbers(changed, message, cu
 
 
 def test_plans_repeat_it(cublaslt, repeated_calls):
-    """The check of every plan holds the replay, which calls it again, to the bits of the first call."""
+    """The check of every plan compares the replay, which calls it again, with the bits of the first call."""
     x, weight = randn(80, 32, dtype=HALF).requires_grad_(), randn(32, 32, dtype=HALF, seed=2) / 6
     out = ista(x, weight, backend="triton")
     before = repeated_calls.repeated

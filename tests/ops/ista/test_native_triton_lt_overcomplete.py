@@ -114,7 +114,7 @@ def test_under_autocast_they_are_its_too(cublaslt, unrepeated):
 
 
 def test_plans_repeat_them(cublaslt, repeated_calls):
-    """The check of every plan holds the replay, which calls it again, to the bits of the first call."""
+    """The check of every plan compares the replay, which calls it again, with the bits of the first call."""
     plan.forget()
     inputs = randn(40, DIM, dtype=HALF).requires_grad_(), (randn(DIM, HIDDEN, dtype=HALF, seed=1) / 6).requires_grad_()
     out = ista_overcomplete(*inputs, backend="triton")

@@ -182,7 +182,7 @@ class Heads:
         return max(shares)
 
     def check(self, dw):
-        """Hold a gradient to the error tolerance; return its share of it."""
+        """Compare a gradient with the error tolerance; return its share of it."""
         dtype = self.w.dtype
         exact, eager = self.expected(torch.float64)[2], self.expected(dtype)[2]
         (found,) = testing.measure({"dw": dw}, {"dw": eager}, {"dw": exact}, dtype)

@@ -11,7 +11,7 @@ SEEN, STEPS = 1e6, 10  # of a square of 0.09, float32 keeps two bits beside the 
 
 
 def steps_add_up(backend, device="cpu", block=1):
-    """Continue the sums of many tokens, some at a time, and hold each sum to what it must be."""
+    """Continue the sums of many tokens, some at a time, and compare each sum with the exact one."""
     cache = TokenStatsCache(2, 2, 4, device=device)
     for total, share in zip(cache._tensors(), (1.0, 0.5, 0.5), strict=False):
         total.fill_(SEEN * share)
@@ -93,7 +93,7 @@ DRAWN = {
 
 
 def drawn_within_tolerance(draw, causal, backend, seeds):
-    """Hold what ``backend`` makes of drawn tokens to float64, and to eager's error on their neighbours too."""
+    """Compare ``backend`` on drawn tokens with float64, by eager's error there and on neighbours."""
     for seed in seeds:
         tensors, others = draw(seed)
         inputs = testing.Inputs(tensors, others).to(torch.float32)
@@ -114,7 +114,7 @@ DRAWS = range(4)
 
 
 def measured(causal, backend, device, *draws):
-    """Hold the gradients of ``out`` of three heads against float64.
+    """Compare the gradients of ``out`` of three heads with float64.
 
     Those of several (w, dout) are judged as one: in a few numbers eager can be lucky.
     """
@@ -138,7 +138,7 @@ FLOORS = {"below": (False, 1e-13), "above": (False, 3e-12), "causal-below": (Tru
 
 
 def floored_within_tolerance(draw, causal, channel, backend, device="cpu"):
-    """Hold gradients to float64 where a channel is ``channel`` times as large as others; ``draw`` takes a seed."""
+    """Compare gradients with float64 where a channel is ``channel`` times as large as others; ``draw`` takes a seed."""
     draws = [(draw(seed=n), draw(seed=n + 1)) for n in DRAWS]
     for w, _ in draws:
         w[..., 5] *= channel

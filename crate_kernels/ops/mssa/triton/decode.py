@@ -44,7 +44,7 @@ class DecodeStep(NamedTuple):
 
 @triton.jit
 def _space(step, batch, new, capacity):
-    """Return how many tokens a sequence has cached, and how many of its new ones are appended: kept, and with room.
+    """Return how many tokens a sequence has cached, and how many of its new ones are kept and fit the capacity.
 
     The mask is right-padded, so that its kept tokens are the first.
     """

@@ -28,40 +28,40 @@ FIGURES = {
 TRAINED = ("mae", "layers")
 
 
-@pytest.mark.parametrize("verb", FIGURES)
-def test_a_verb_from_start_to_files(verb, run, metrics, monkeypatch):
+@pytest.mark.parametrize("subcommand", FIGURES)
+def test_a_subcommand_from_start_to_files(subcommand, run, metrics, monkeypatch):
     figures, tables, draw, compare = [], [], drawing.png, Trial.compare
     monkeypatch.setattr(drawing, "png", lambda figure: figures.append(figure) or draw(figure))
     monkeypatch.setattr(
         Trial, "compare", lambda self, rows, *header: tables.append(rows) or compare(self, rows, *header)
     )
-    status, printed, folder = run(verb)
+    status, printed, folder = run(subcommand)
     assert status == 0
     assert "paper" in printed
-    assert {path.stem for path in folder.glob("*.png")} == FIGURES[verb]
+    assert {path.stem for path in folder.glob("*.png")} == FIGURES[subcommand]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.glob("*.png"))
     facts = metrics(folder)
-    assert (facts["experiment"], facts["preset"], facts["seed"]) == (verb, "quick", 0)
+    assert (facts["experiment"], facts["preset"], facts["seed"]) == (subcommand, "quick", 0)
     assert facts["seconds"] > 0
     assert " CPU, " in facts["machine"]["device"]
-    assert facts["settings"] == json.loads(json.dumps(asdict(command.Experiment(verb, "").presets()["quick"])))
-    shown.hold(verb, figures, tables, facts)
-    if verb == "language":
+    assert facts["settings"] == json.loads(json.dumps(asdict(command.Experiment(subcommand, "").presets()["quick"])))
+    shown.check(subcommand, figures, tables, facts)
+    if subcommand == "language":
         samples = "\n\n".join(f"{name}:\n{each['sample']}" for name, each in facts["models"].items())
         assert (folder / "samples.txt").read_text() == f"{samples}\n"
         assert "What each writes is in" in printed
 
 
-@pytest.mark.parametrize("verb", FIGURES)
-def test_published_settings_are_a_preset(verb, capsys):
+@pytest.mark.parametrize("subcommand", FIGURES)
+def test_published_settings_are_a_preset(subcommand, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main([verb, "--help"])
+        main([subcommand, "--help"])
     assert stopped.value.code == 0
     assert "{default,paper,quick" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", TRAINED)
-def test_an_interrupted_training_goes_on(verb, run, undrawn, monkeypatch, metrics):
+@pytest.mark.parametrize("subcommand", TRAINED)
+def test_an_interrupted_training_goes_on(subcommand, run, undrawn, monkeypatch, metrics):
     taken, inner = [], Fit.step
 
     def interrupted(self):
@@ -71,15 +71,15 @@ def test_an_interrupted_training_goes_on(verb, run, undrawn, monkeypatch, metric
         return inner(self)
 
     monkeypatch.setattr(Fit, "step", interrupted)
-    status, printed, folder = run(verb)
+    status, printed, folder = run(subcommand)
     assert status == 130
     assert "Interrupted. The same command resumes from" in printed
     assert not (folder / "metrics.json").exists()
-    status, printed, folder = run(verb)
+    status, printed, folder = run(subcommand)
     assert status == 0
     assert "esuming after step 2 of" in printed
     resumed = metrics(folder)
-    status, _, folder = run(verb, "--fresh")
+    status, _, folder = run(subcommand, "--fresh")
     assert status == 0
     straight = metrics(folder)
     for facts in (resumed, straight):
