@@ -32,7 +32,7 @@ def whole_heads():
             forward = f"HeadForwardShape<bf16, {dim}, {rows}, false>"
             bytes_ = heads.forward_shared_bytes(dim, rows)
             yield f"{forward}::kBytes", bytes_
-            yield f"{forward}::kRoom", heads._MULTIPROCESSOR // (bytes_ + 1024)
+            yield f"{forward}::kFitting", heads._MULTIPROCESSOR // (bytes_ + 1024)
             for masked, side in SIDES.items():
                 found = heads.shared_bytes(dim, rows, masked)
                 if found is not None:
