@@ -6,8 +6,6 @@
 // that is a bound of its scores, or their maximum where the bound is too loose.
 #pragma once
 
-#include "phi.h"
-#include "results.h"
 #include "short_forward.h"
 
 namespace {
@@ -137,14 +135,28 @@ class Forward {
     if (!head_.itself && lost(b, sums)) return false;
     alignas(64) float totals[kTile], exact[kTile];
     double shifts[kTile];
+    const bool find_exact = b.shifted && ExactRows<T>::may_show(p_, b.shift, b.count, kTallScoreBits);
+    ExactRows<T> exact_rows(tiles_, values_, tile_);
     for (int r = 0; r < kTile; ++r) {
       const float total = b.has_keys(r) ? sum(load(sums + r * kLanes)) : 0.0f;
       exact[r] = T::kPair == 1 ? total : sum(load(exact_sums + r * kLanes));
       totals[r] = p_.threshold && b.has_keys(r) ? 1.0f : total;
       shifts[r] = whole_slope(static_cast<double>(b.shift[r]) + b.power[r]);
+      if (find_exact && b.has_keys(r) && b.power[r] == 0.0f)
+        exact_rows.add(r, b.shift[r], own_score(b.token[r]), total);
     }
     write_results(p_, head_, tiles_.row_width, {b.token, b.count, out, totals, exact, shifts});
+    if constexpr (T::kPair == 1) {
+      if (!exact_rows.empty()) exact_rows.write(b, [&](int j) { return tiles_.row_scores(b, queries, j); }, seen);
+    }
     return true;
+  }
+
+  // The score in bits of a token with itself; 0 if it is no key, and with a scale above 0: its row's largest is then no
+  // smaller.
+  float own_score(int32_t token) const {
+    const bool is_key = p_.scale < 0 && head_.itself && KeyList::is_key(head_, token);
+    return is_key ? 2.0f * tiles_.half_norms[tiles_.keys.rank[token]] : 0.0f;
   }
 
   // True if weights are so small that they may have underflowed; marks the shifts of these rows.

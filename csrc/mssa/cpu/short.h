@@ -3,28 +3,15 @@
 // Scores and maxima are in nats, as eager has them: in bits the largest would be infinite.
 #pragma once
 
-#include "head.h"
+#include "exact_rows.h"
 
 namespace {
 
-constexpr int kRowsAtOnce = 4;
 constexpr int kShortBlocks = 2;  // with more, the tiles leave the caches, and pairs have fewer products
 
-// A score of so many nats has terms whose rounding shows in weights. In a head of so few tokens one row may have all of
-// the error, ours by chance large where eager's is by chance small: products are summed in double then.
-constexpr float kTallScore = 32.0f;
+// In a head of so few tokens all rows are computed from exact products where one has a tall score.
 constexpr int kFewTokens = 32;
 static_assert(kFewTokens <= kTile, "exact products are of one tile");
-
-constexpr int kHalf = kLanes / 2;
-typedef float HalfVf __attribute__((vector_size(CRATE_LANES * 2)));
-typedef double Vd __attribute__((vector_size(CRATE_LANES * 4)));
-
-CRATE_INLINE Vd load_double(const float* p) {
-  HalfVf v;
-  memcpy(&v, p, sizeof v);
-  return __builtin_convertvector(v, Vd);
-}
 
 template <class T>
 struct ShortHead {
@@ -166,32 +153,12 @@ struct ShortHead {
     for (int r = first; r < b.count; r += kRowsAtOnce) {
       alignas(64) double products[kRowsAtOnce][kTile];
       alignas(64) float scores[kTile];
-      exact_products(s, s.query_panel, r, products);
+      exact_products(s, s.query_panel, {r, r + 1, r + 2, r + 3}, products);
       for (int k = 0; k < kRowsAtOnce && r + k < b.count; ++k) {
         const int columns = round_up(s.columns, kLanes);
         for (int n = 0; n < columns; ++n) scores[n] = static_cast<float>(tiles.p.scale * products[k][n]);
         for (int n = 0; n < columns; n += kLanes) put_score(s, load(scores + n), r + k, n, weights, maxima);
       }
-    }
-  }
-
-  // The products of rows r .. r + kRowsAtOnce - 1 of a panel with the columns of a tile.
-  static void exact_products(const Scores& s, const float* left, int r, double (&products)[kRowsAtOnce][kTile]) {
-    double rows[256][kRowsAtOnce];
-    for (int k = 0; k < s.words; ++k) {
-      for (int q = 0; q < kRowsAtOnce; ++q) rows[k][q] = left[k * kTile + r + q];
-    }
-    for (int n = 0; n < s.columns; n += kHalf) {
-      Vd total[kRowsAtOnce] = {};
-      for (int k = 0; k < s.words; ++k) {
-        const Vd key = load_double(s.key_panel + k * kTile + n);
-#pragma GCC unroll 4
-        for (int q = 0; q < kRowsAtOnce; ++q) total[q] += key * rows[k][q];
-      }
-      for (int q = 0; q < kRowsAtOnce; ++q) memcpy(&products[q][n], &total[q], sizeof(Vd));
-    }
-    for (int n = round_up(s.columns, kHalf); n < round_up(s.columns, kLanes); ++n) {
-      for (int q = 0; q < kRowsAtOnce; ++q) products[q][n] = 0.0;
     }
   }
 

@@ -99,7 +99,7 @@ class ShortBackward {
     const Scores s = short_.tile_scores(0, 0);
     for (int first = 0; first < b.count; first += kRowsAtOnce) {
       alignas(64) double products[kRowsAtOnce][kTile];
-      short_.exact_products(s, dout_panels_, first, products);
+      exact_products(s, dout_panels_, {first, first + 1, first + 2, first + 3}, products);
       for (int r = first; r < b.count && r < first + kRowsAtOnce; ++r) differentiate_row(s, r, products[r - first]);
     }
     clear_tail(0, 0);

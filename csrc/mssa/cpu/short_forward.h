@@ -1,7 +1,6 @@
 // Forward of a short head: two products per tile, and none of the passes that pairs and bounds take.
 #pragma once
 
-#include "results.h"
 #include "short.h"
 
 namespace {
@@ -46,11 +45,28 @@ class ShortForward {
     }
     alignas(64) float totals[kTile];
     double shifts[kTile];
+    const bool find_exact = !short_.in_double && ExactRows<T>::may_show(tiles.p, b.shift, b.count, kTallScore);
+    ExactRows<T> exact_rows(tiles, short_.key_rows, short_.operand);
     for (int r = 0; r < b.count; ++r) {
       totals[r] = T::kPair == 1 ? b.power[r] : sum(load(sums + r * kLanes));
       shifts[r] = b.shift[r] * kLog2e;
     }
+    for (int r = 0; find_exact && r < b.count; ++r) exact_rows.add(r, shifts[r], own_score(i, r), totals[r]);
     write_results(tiles.p, tiles.head, tiles.row_width, {b.token, b.count, short_.out, totals, b.power, shifts});
+    if constexpr (T::kPair == 1) {
+      if (exact_rows.empty()) return;
+      exact_rows.write(
+          b, [&](int j) { return short_.tile_scores(i, j); },
+          [&](const Scores& s, int r, int n) CRATE_LAMBDA { return short_.open(s, r, n); });
+    }
+  }
+
+  // The score in bits of a row's token with itself; 0 with a scale above 0, where the row's largest is no smaller.
+  float own_score(int i, int r) const {
+    const HeadTiles<T>& tiles = short_.tiles;
+    if (tiles.p.scale > 0) return 0.0f;
+    const float* const row = short_.key_rows + tiles.rows_at(i) + r * tiles.row_width;
+    return tiles.score_factor * row_dot(row, row, tiles.row_width);
   }
 
   ShortHead<T> short_;

@@ -344,6 +344,8 @@ def store_sums(ptr, number, by_channel, by_head, DIMS: tl.constexpr):
 @triton.jit
 def dropped(x, seed_ptr, drop_last, inverse_keep, index, rows, DIMS: tl.constexpr):
     """Return a tile times the dropout factor of each of its elements; ``rows`` count within the sequence."""
+    # The seed is loaded in each trip of a loop. Loaded before it, Philox's 20 round keys stay in registers: the forward
+    # of 64 channels takes 167 of them on sm_90, in place of 127.
     head = (index * DIMS.NHEADS + heads_of(DIMS))[None, :, None]
     row = rows[:, None, None] + heads_of(DIMS)[None, :, None] * 0
     keep = keep_mask(tl.load(seed_ptr), head, row, channels_of(DIMS)[None, None, :], drop_last)
