@@ -141,8 +141,6 @@ BAD = {
     "channels": (lambda: build("crate_alpha")(torch.ones(1, 1, 8, 12)), r"CRATEAlpha: img must be \(batch, channels=3"),
     "smaller": (lambda: build("crate_alpha")(torch.ones(1, 3, 8, 8)), "CRATEAlpha: img must have 8x12 pixels"),
     "image-size": (lambda: build("crate_alpha", image_size=9), "CRATEAlpha: image_size must be a multiple of patch_"),
-    "depth": (lambda: build("crate_alpha", depth=0), "CRATEAlpha: depth must be >= 1, got 0"),
-    "emb-dropout": (lambda: build("crate_alpha", emb_dropout=1.0), "CRATEAlpha: emb_dropout must be < 1.0, got 1.0"),
     "eps": (lambda: build("crate_alpha", head_eps=-1.0), "CRATEAlpha: head_eps must be >= 0.0, got -1.0"),
 }
 

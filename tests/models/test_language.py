@@ -265,12 +265,6 @@ BAD = {
         "ToSTLM: targets must be -1 to 10, got -100",
     ),
     "heads": (lambda: call(n_head=5), ValueError, "CRATELM: n_embd must be a multiple of n_head = 5, got 24"),
-    "layers": (lambda: call("tost_lm", n_layer=0), ValueError, "ToSTLM: n_layer must be >= 1, got 0"),
-    "dropout": (lambda: call(dropout=1.0), ValueError, "CRATELM: dropout must be < 1.0, got 1.0"),
-    "bias": (lambda: call("tost_lm", bias=0), TypeError, "ToSTLM: bias must be a bool, got int"),
-    "eta": (lambda: call("tost_lm", eta="1"), TypeError, "ToSTLM: eta must be a number, got str"),
-    "overcomplete": (lambda: call(overcomplete=1), TypeError, "CRATELM: overcomplete must be a bool, got int"),
-    "steps": (lambda: call(steps=0), ValueError, "CRATELM: steps must be >= 1, got 0"),
     "tied-hidden": (lambda: TiedISTA(4, 0), ValueError, "TiedISTA: hidden must be >= 1, got 0"),
     "unsaid-heads": (
         lambda: models.from_official("crate_lm", {}, {"n_embd": 24}),

@@ -13,7 +13,6 @@ from crate_kernels.models.redunet import (
     ReduNet1DConfig,
     ReduNet2D,
     ReduNet2DConfig,
-    ReduNetVectorConfig,
     Vector,
     mcr2,
 )
@@ -125,7 +124,6 @@ def test_the_network_can_be_trained_on():
 BAD = {
     "eps": (lambda: Vector(0.5, 0.0, 1.0, 2, 3), ValueError, "Vector: eps must be > 0, got 0.0"),
     "classes": (lambda: Vector(0.5, 0.1, 1.0, 0, 3), ValueError, "Vector: num_classes must be >= 1, got 0"),
-    "layers": (lambda: ReduNetVectorConfig(2, 0, 3), ValueError, "ReduNet: num_layers must be >= 1, got 0"),
     "shape": (lambda: network()(torch.ones(2, 5)), ValueError, r"Vector: input must be \(m, 4\), got \(2, 5\)"),
     "labels-type": (lambda: network().init(torch.ones(2, 4), [0, 1]), TypeError, "Vector: y must be a Tensor, got li"),
     "labels-float": (lambda: network().init(torch.ones(2, 4), torch.ones(2)), ValueError, "y must have an integer"),
