@@ -207,7 +207,7 @@ bool run(const Operation& o, const Library& library, RunTensors& registers) {
   return made != nullptr && registers.push(made);
 }
 
-// Runs a plan on the tensors of a call and gives handles of its first results; false: nothing is given.
+// Runs a plan on the tensors of a call and returns handles of its first results; false: nothing is returned.
 bool run(const Plan& p, const AtenTensorHandle* inputs, int count, AtenTensorHandle* results, int wanted) {
   RunTensors registers(count);
   for (int i = 0; i < count; ++i) {

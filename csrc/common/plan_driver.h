@@ -35,7 +35,7 @@ static_assert(sizeof(LaunchConfig) == 56 && sizeof(Attribute) == 72, "as CUlaunc
 
 struct Driver {
   int (*launch)(const LaunchConfig*, void* function, void** parameters, void** extra) = nullptr;
-  // The stream of PyTorch on a device; null where there is no such device: launches are then given no stream.
+  // The stream of PyTorch on a device; null where there is no such device: launches then get no stream.
   int (*stream)(int32_t device, void** stream) = nullptr;
   // Offset and size of a parameter of a function, an error beyond the last; null: an older driver.
   int (*parameter)(void* function, size_t index, size_t* offset, size_t* size) = nullptr;

@@ -18,7 +18,7 @@ struct TssaCall {
 
   bool packed() const { return cu_seqlens.has_value(); }
   int64_t nsequences(const Tensor& w) const { return packed() ? cu_seqlens->size(0) - 1 : w.size(0); }
-  // The least Philox word that dropout keeps, and the factor of the kept values.
+  // The smallest Philox word that dropout keeps, and the factor of the kept values.
   uint64_t keep_from() const { return static_cast<uint64_t>(std::ceil(dropout_p * 4294967296.0)); }
   float keep_factor() const { return static_cast<float>(1.0 / (1.0 - dropout_p)); }
 };

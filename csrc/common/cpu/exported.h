@@ -34,7 +34,7 @@ struct ExportedOp {
 // Adds an op to those that will be defined. Returns its number.
 int add_exported(ExportedOp op);
 
-// Calls an op by its name. Every argument of its schema is given: there are no defaults here.
+// Calls an op by its name. Every argument of its schema is passed: there are no defaults here.
 template <class Result, class... Arguments>
 Result dispatch(const char* name, const Arguments&... arguments) {
   std::array<StableIValue, sizeof...(Arguments)> stack{torch::stable::detail::from(arguments)...};

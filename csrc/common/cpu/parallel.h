@@ -50,8 +50,8 @@ class Shared {
   std::atomic<int64_t> ran_{0};  // ns, of all threads
 };
 
-// Calls task(i, arena) for each i in [0, count), on at most torch.get_num_threads() threads, and at most `most`, each
-// with its own arena.
+// Calls task(i, arena) for each i in [0, count), on at most torch.get_num_threads() threads, and at most
+// `maximum`. Each thread has an arena.
 //
 // A free thread takes the next task: sequences differ in length and cores in load. Results do not depend on the thread
 // that runs a task, as long as each task writes only its own part.

@@ -21,7 +21,7 @@ struct IstaSquare {
   int64_t dim;
 };
 
-// An fp32 matrix, `rows` contiguous rows of `columns`, and room for its transpose.
+// An fp32 matrix, `rows` contiguous rows of `columns`, and space for its transpose.
 struct IstaTranspose {
   const float* in;
   float* out;

@@ -43,7 +43,7 @@ class Backward {
     if (partial == nullptr) mssa_combine(p_, head_, 1, share, 0, head_.nkeys);
   }
 
-  // Adds what the queries give to the shares that are wanted. delta is given.
+  // Adds what the queries give to the shares that are wanted. delta is passed.
   void run_rows(Arena& arena, const MssaShares& wanted) {
     cut_arena(arena, [this](Scratch& s) { cut(s); });
     shares_ = wanted;
@@ -80,7 +80,7 @@ class Backward {
   };
 
   // Packs dout of up to kTile tokens as a panel, and leaves it in the staging. Computes the sum delta + rest = dout .
-  // out, and dlse. If factor is given, all are multiplied by factor[n].
+  // out, and dlse. If factor is not null, all are multiplied by factor[n].
   void pack_dout(const int32_t* token, int count, const float* factor, float* panel, const RowTerms& terms) {
     const int64_t width = staging_width(p_.head_dim);
     if (head_.dout.data == nullptr) {
@@ -93,8 +93,8 @@ class Backward {
     const bool computed = head_.dout.data != nullptr && !p_.threshold && head_.delta == nullptr;
     if (computed) stats_.deltas_from_out(token, count, panel, terms.delta, terms.rest);
     for (int n = 0; n < kTile; ++n) {
-      const bool given = n < count && head_.delta != nullptr;
-      if (!computed) terms.delta[n] = given ? head_.delta[token[n]] : 0.0f;
+      const bool passed = n < count && head_.delta != nullptr;
+      if (!computed) terms.delta[n] = passed ? head_.delta[token[n]] : 0.0f;
       if (!computed) terms.rest[n] = 0.0f;
       terms.dlse[n] = n < count && head_.dlse != nullptr ? head_.dlse[token[n]] : 0.0f;
       if (factor != nullptr && n < count) terms.dlse[n] *= factor[n];  // padding has no factor

@@ -51,7 +51,7 @@ CRATE_INLINE int64_t staging_width(int head_dim) {
   return round_up(head_dim, 2 * kLanes);
 }
 
-// Reads up to kTile tokens of a view as rows of `width` floats, times factor[n] if factor is given. The rows after
+// Reads up to kTile tokens of a view as rows of `width` floats, times factor[n] if factor is not null. The rows after
 // them, to whole vectors of tokens, are zero.
 CRATE_INLINE void stage(const MssaView& view, Dtype dtype, int head_dim, const int32_t* token, int count,
                         const float* factor, int64_t width, float* rows) {
@@ -241,7 +241,7 @@ struct HeadTiles {
   int64_t panel_at(int block) const { return block * panel_size<T>(p.head_dim); }
   int64_t rows_at(int block) const { return static_cast<int64_t>(block) * kTile / T::kPair * row_width; }
 
-  // Tells ahead of the tensor that this head writes and of those that the next one reads.
+  // Adds to `ahead` the tensor that this head writes and those that the next one reads.
   template <int kCount>
   void fetch_ahead(const MssaView& result, MssaView MssaHead::* const (&read)[kCount]) {
     ahead.add(result, head.seqlen, p.head_dim, p.result);

@@ -31,7 +31,7 @@ struct MssaProblem {
   bool threshold;  // phi = "threshold": probabilities above `level` become `level`, others 0
   float level;
   float keep_factor;   // 1 / (1 - dropout_p)
-  bool range;          // of tokens of a longer sequence: its backward is given delta
+  bool range;          // of tokens of a longer sequence: its backward gets delta passed
   uint64_t keep_from;  // a weight is kept iff its random word is at least this
   uint64_t seed;
 };
@@ -49,7 +49,7 @@ struct MssaHead {
   const uint8_t* key_mask;  // not 0: the token is a key; null: all are. A byte of a bool tensor may be any number.
   float* lse;
   const float* dlse;     // null: no gradient
-  const float* delta;    // of the queries; null: to be computed from out. If given, lse is over more keys.
+  const float* delta;    // of the queries; null: to be computed from out. If not null, lse is over more keys.
   const MssaHead* next;  // the head that this thread is likely to take next; null: none
 };
 

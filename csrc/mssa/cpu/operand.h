@@ -164,7 +164,7 @@ CRATE_INLINE void multiply(Vf (&acc)[kRows][kColumns], const float* left, const 
   }
 }
 
-// Calls body(Int<whether there are more words than kPart>): code of its own, so that short sums keep their registers.
+// Calls body(Int<whether there are more words than kPart>): separate code, so that short sums keep their registers.
 template <class T, class Body>
 CRATE_INLINE void by_length(int words, const Body& body) {
   if constexpr (T::kPair == 1) {

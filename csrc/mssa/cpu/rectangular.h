@@ -1,5 +1,5 @@
 // Backward of some tokens of a sequence, the rows, from others, the columns: what these add to dw of the rows. lse,
-// delta and dlse are given, over all keys of the sequence.
+// delta and dlse are passed, over all keys of the sequence.
 //
 // Rows and columns that all see each other share one exponential, unless an lse is so large that its rounding counts:
 //   P_ij = 2^(S_ij - lse_i), P_ji = P_ij 2^(lse_i - lse_j)

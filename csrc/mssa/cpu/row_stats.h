@@ -233,9 +233,9 @@ class RowStats {
     const auto add = [&](Vf o, Vf g) CRATE_LAMBDA {
       const Vf product = o * g;
       squares += product * product;
-      const Vi high = (Vi)o & 0x7fffffff, given = (Vi)g & 0x7fffffff;
+      const Vi high = (Vi)o & 0x7fffffff, upstream = (Vi)g & 0x7fffffff;
       out = high > out ? high : out;
-      dout = given > dout ? given : dout;
+      dout = upstream > dout ? upstream : dout;
     };
     const bool whole = p_.head_dim % kLanes == 0 && head_.out.dim_stride == 1 && head_.dout.dim_stride == 1;
     if (whole && p_.dtype == Dtype::bf16) {
@@ -269,7 +269,7 @@ class RowStats {
     return is_all(tiles_.score_factor * row_dot(tokens_, out_, width));
   }
 
-  // Rows that are given their sum have lse as their shift, the others the maximum of their scores.
+  // Rows whose sum is passed have lse as their shift, the others the maximum of their scores.
   // True if there are such others.
   bool start(QueryBlock& b, const int32_t* token, int count) {
     b.count = count;

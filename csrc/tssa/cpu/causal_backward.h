@@ -21,14 +21,14 @@ int64_t causal_backward_work_size(const TssaCpuProblem& p, int64_t chunks) {
   return (2 * chunks + 4) * CausalSums::size(p) + 2 * chunks * p.head_size();
 }
 
-// Goes through a chunk's running sums and calls visit(tile number) before each tile.
+// Goes through a chunk's running sums and calls visit(number) before each tile.
 template <class Visit>
 CRATE_INLINE void sum_forward(const TssaCpuProblem& p, const TssaSequence& s, int64_t chunk, const Staging& staging,
                               const CausalSums& sums, const Visit& visit) {
   sums.clear(p);
-  int tile = 0;
+  int number = 0;
   for_tiles(s, chunk, [&](int64_t first, int count) {
-    visit(tile++);
+    visit(number++);
     alignas(64) float key_weight[kLanes];
     store(key_weight, key_weights(s, first, count));
     load_members(p, s, first, count, load(key_weight), staging.members, staging.counted);
@@ -171,10 +171,10 @@ void causal_backward_chunk(const TssaCpuProblem& p, const TssaSequence& s, int64
   const Staging staging(p, memory);
   const int64_t sums_size = CausalSums::size(p);
   float* const tile_sums = staging.causal;
-  float* rest = tile_sums + kTilesPerChunk * sums_size;
-  const CausalSums running(p, rest), local(p, rest + sums_size);
-  rest += 2 * sums_size;
-  const Floats factor = {rest, 0, p.width(), 1}, copied = tile_at(p, staging.out);
+  float* next = tile_sums + kTilesPerChunk * sums_size;
+  const CausalSums running(p, next), local(p, next + sums_size);
+  next += 2 * sums_size;
+  const Floats factor = {next, 0, p.width(), 1}, copied = tile_at(p, staging.out);
   // Other threads write the later chunks' sums of moments in the pass that leaves them: it does without, as the last
   // chunk does.
   const CausalSums before = before_chunk(p, s, chunk);

@@ -131,7 +131,7 @@ struct Staging {
   }
 };
 
-constexpr int kMostAtOnce = 256;  // channels per conversion
+constexpr int kChannelsAtOnce = 256;  // channels per conversion
 
 // A tile of copies in fp32.
 CRATE_INLINE Floats tile_at(const TssaCpuProblem& p, float* staging) {
@@ -146,8 +146,8 @@ Floats copy_tile(const TssaCpuProblem& p, const Tokens& tokens, int64_t first, i
   for (int h = 0; h < p.nheads; ++h) {
     for (int n = 0; n < count; ++n) {
       float* const row = at(tile.of_head(h), n, 0);
-      for (int d = 0; d < p.head_dim; d += kMostAtOnce) {
-        const int some = p.head_dim - d < kMostAtOnce ? p.head_dim - d : kMostAtOnce;
+      for (int d = 0; d < p.head_dim; d += kChannelsAtOnce) {
+        const int some = p.head_dim - d < kChannelsAtOnce ? p.head_dim - d : kChannelsAtOnce;
         read_row(element(tokens, p.dtype, h, first + n, d), p.dtype, tokens.channel, some, row + d);
       }
       for (int64_t d = p.head_dim; d < width; ++d) row[d] = 0.0f;
@@ -161,8 +161,8 @@ Floats copy_tile(const TssaCpuProblem& p, const Tokens& tokens, int64_t first, i
 void store_tile(const TssaCpuProblem& p, const Floats& tile, const Tokens& tokens, int64_t first, int count) {
   for (int h = 0; h < p.nheads; ++h) {
     for (int n = 0; n < count; ++n) {
-      for (int d = 0; d < p.head_dim; d += kMostAtOnce) {
-        const int some = p.head_dim - d < kMostAtOnce ? p.head_dim - d : kMostAtOnce;
+      for (int d = 0; d < p.head_dim; d += kChannelsAtOnce) {
+        const int some = p.head_dim - d < kChannelsAtOnce ? p.head_dim - d : kChannelsAtOnce;
         write_row(element(tokens, p.dtype, h, first + n, d), p.dtype, tokens.channel, some,
                   at(tile.of_head(h), n, 0) + d);
       }

@@ -94,29 +94,25 @@ LAYOUTS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lay_out", LAYOUTS.values(), ids=LAYOUTS)
 def test_strides_change_no_bit(plain, lay_out, dtype):
-    w, upstream = (randn(2, 3, 70, 72, seed=s, dtype=dtype) for s in (0, 1))
+    same_bits(plain, lay_out, *(randn(2, 3, 70, 72, seed=s, dtype=dtype) for s in (0, 1)))
+
+
+def same_bits(plain, lay_out, w, upstream):
     results = []
     for change in (lambda t: t, lay_out):
         leaf = change(w).detach().requires_grad_()
         out, lse = mssa(leaf, return_lse=True, backend=plain)
         results.append((out, lse, *torch.autograd.grad(out, leaf, change(upstream))))
+    assert all(t.isfinite().all() for t in results[0])
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_channels_beside_the_heads_own_are_not_read(plain, dtype):
     """Rows start on 16 bytes and are no multiple of them long: what follows them in memory is something else."""
-    w, upstream = (
-        torch.cat([t[..., :50], torch.full_like(t[..., 50:], torch.nan)], -1)[..., :50]
-        for t in (randn(1, 2, 70, 64, seed=s, dtype=dtype) for s in (0, 1))
-    )
-    results = []
-    for change in (lambda t: t, torch.Tensor.contiguous):
-        leaf = change(w).detach().requires_grad_()
-        out, lse = mssa(leaf, return_lse=True, backend=plain)
-        results.append((out, lse, *torch.autograd.grad(out, leaf, change(upstream))))
-    assert all(t.isfinite().all() for t in results[0])
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    drawn = (randn(1, 2, 70, 64, seed=s, dtype=dtype) for s in (0, 1))
+    beside = (torch.cat([t[..., :50], torch.full_like(t[..., 50:], torch.nan)], -1)[..., :50] for t in drawn)
+    same_bits(plain, torch.Tensor.contiguous, *beside)
 
 
 def test_an_expanded_gradient_is_one(plain):
