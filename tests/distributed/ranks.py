@@ -27,7 +27,7 @@ MODULES = (
 )
 
 
-def cases(modules=MODULES):
+def cases(modules):
     return {
         name: case
         for module in modules
@@ -56,7 +56,7 @@ def work(rank, folder, size, names, modules):
     (folder / f"{rank}.json").write_text(json.dumps(failed))
 
 
-def run(folder, size, names, modules=MODULES):
+def run(folder, size, names, modules):
     """Return what failed, by process; starting the processes takes longer than all cases."""
     processes.spawn(work, (folder, size, list(names), modules), size)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
@@ -76,25 +76,3 @@ def run_once(folder, *what):
     finally:
         (folder / "ended").touch()
     return failed
-
-
-def failures(size, modules=MODULES):
-    """Return the fixture ``failures`` of a test file: what failed of its cases, in ``size`` processes."""
-
-    @pytest.fixture(scope="module", name="failures")
-    def failed(request, tmp_path_factory):
-        folder = tmp_path_factory.getbasetemp()
-        if hasattr(request.config, "workerinput"):  # of xdist: the folder of all its processes is around its own
-            folder = folder.parent
-        return run_once(folder / request.path.stem, size, chosen(request), modules)
-
-    return failed
-
-
-def chosen(request):
-    """Return the names of the cases that this run of a test file asks for."""
-    return [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
-
-
-def report(failures, name):
-    return "\n".join(f"process {rank}:\n{failed[name]}" for rank, failed in enumerate(failures) if name in failed)
