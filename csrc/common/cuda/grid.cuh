@@ -9,11 +9,10 @@ namespace crate_kernels {
 #ifndef __CUDACC__
 
 CRATE_DEVICE void counter_arrive(uint32_t* counter) {
-  ++*counter;
+  emulator::counter_arrive(counter);
 }
 CRATE_DEVICE void counter_wait(const uint32_t* counter, uint32_t minimum) {
-  const std::function<bool()> ready = [=] { return *counter >= minimum; };
-  if (!ready()) emulator::suspend_until(ready);
+  emulator::counter_wait(counter, minimum);
 }
 CRATE_DEVICE float4 read_others_4(const float* from) {
   return *reinterpret_cast<const float4*>(from);

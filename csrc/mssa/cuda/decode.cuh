@@ -188,6 +188,7 @@ __global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) mssa_decode_ker
 
 CRATE_DEVICE void advance(const mssa::Problem& c, const Head& head) {
   const CacheSpace space = space_of(c, head);
+  __syncwarp();  // every lane has read the length
   if (threadIdx.x == 0) c.masking.cache_lengths[head.sequence] = space.cached + space.appended;
 }
 

@@ -163,8 +163,8 @@ CRATE_DEVICE float inverse_of(float x) {
 }
 
 // Calls put(first, end) and then, behind a barrier, take(token, row, first head of the lane, own) for slices of the
-// block's tokens, with another barrier behind it. kLanes lanes take a token, whose numbers are in that row. Whole warps
-// take part, and those beyond the last token get it again, with `own` false.
+// block's tokens, with another barrier behind it. kLanes lanes take a token, whose numbers are in that row. Several
+// lanes take part as whole warps, as they shuffle; those beyond the last token get it again, with `own` false.
 template <class S, class Put, class Take>
 CRATE_DEVICE void each_slice(int rows, Put put, Take take) {
   const int lane = static_cast<int>(threadIdx.x) % S::kLanes;
@@ -174,7 +174,7 @@ CRATE_DEVICE void each_slice(int rows, Put put, Take take) {
     put(first, first + count);
     __syncthreads();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < (count * S::kLanes + 31) / 32 * 32; i += S::kThreads) {
+    for (int i = threadIdx.x; i < (S::kLanes == 1 ? count : (count * S::kLanes + 31) / 32 * 32); i += S::kThreads) {
       const int slot = i / S::kLanes, row = min(slot, count - 1);
       take(first + row, row, lane * S::kOfLane, slot == row);
     }

@@ -98,7 +98,7 @@ def _compile(target):
         os.replace(precompiled, target.parent / precompiled.name)
         linked = Path(scratch) / target.name
         folders = [f"-L{path}" for path in library_paths()]
-        compiling.run([*compiler, "-shared", *objects, *folders, "-ltorch_cpu", "-o", linked])
+        compiling.run([*compiler, "-shared", *objects, *folders, "-ltorch_cpu", "-ldl", "-o", linked])
         os.replace(linked, target)
 
 

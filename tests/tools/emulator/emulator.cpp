@@ -41,6 +41,7 @@ const std::function<void()>* body = nullptr;
 Context scheduler;
 ucontext_t first_entry;
 Fiber* running = nullptr;
+std::vector<const unsigned char*> stacks;  // of all fibers, in order
 bool failed = false;
 std::string failure;
 
@@ -181,6 +182,7 @@ void throw_failure() {
   failed = false;
   std::swap(what, failure);
   fibers.clear();  // some stopped in the middle of a kernel
+  stacks.clear();
   STD_TORCH_CHECK(false, "emulator: ", what);
 }
 
@@ -201,7 +203,11 @@ class Together {
     group_.cluster = cluster_;
     group_.threads = threads_;
     group_.grid = static_cast<unsigned>(launch.grid);
-    while (fibers.size() < count_ * threads_) fibers.push_back(std::make_unique<Fiber>());
+    while (fibers.size() < count_ * threads_) {
+      fibers.push_back(std::make_unique<Fiber>());
+      stacks.push_back(fibers.back()->stack.begin());
+    }
+    std::sort(stacks.begin(), stacks.end());
   }
 
   void run(unsigned first) {
@@ -231,6 +237,7 @@ class Together {
  private:
   void start(unsigned first) {
     async::start(group_);
+    async::next_group();
     crate_kernels::emulated::forget_copies();
     for (Cluster& cluster : clusters_) cluster = {{}, static_cast<int>(cluster_ * threads_)};
     for (unsigned n = 0; n < count_; ++n) {
@@ -303,6 +310,12 @@ void fail(const char* what) {
   jump(scheduler);
 }
 
+bool on_stack(const void* at) {
+  const auto* const byte = static_cast<const unsigned char*>(at);
+  const auto next = std::upper_bound(stacks.begin(), stacks.end(), byte);
+  return next != stacks.begin() && byte < next[-1] + kStack;
+}
+
 void report(const char* what) {
   failed = true;
   failure = what;
@@ -337,6 +350,17 @@ void arrive_at(Barrier& barrier, int count) {
   leave(barrier, count);
 }
 
+void counter_arrive(uint32_t* counter) {
+  ++*counter;
+  async::counted(counter);
+}
+
+void counter_wait(const uint32_t* counter, uint32_t minimum) {
+  const std::function<bool()> ready = [=] { return *counter >= minimum; };
+  if (!ready()) suspend_until(ready);
+  async::waited(counter, minimum);
+}
+
 void suspend_until(const std::function<bool()>& ready) {
   running->until = &ready;
   suspend();
@@ -356,7 +380,10 @@ void collective(void* mine, void (*act)(void* const*)) {
   if (warp.sync.arrived > 0) fail("lanes of a warp wait for each other in different operations");
   warp.act = act;
   warp.lanes[current->index % 32] = mine;
-  if (warp.barrier.arrived == 31) act(warp.lanes);
+  if (warp.barrier.arrived == 31) {
+    ++warp.collectives;
+    act(warp.lanes);
+  }
   wait(warp.barrier, 32);
 }
 
@@ -382,8 +409,16 @@ void run(const Launch& launch, const std::function<void()>& kernel) {
   blockDim = dim3(static_cast<unsigned>(launch.threads));
   gridDim = dim3(static_cast<unsigned>(launch.grid));
   Together blocks(launch);
+  async::forget_pages();
   const int64_t count = launch.cooperative ? launch.grid : launch.cluster;
   for (int64_t first = 0; first < launch.grid; first += count) blocks.run(static_cast<unsigned>(first));
 }
 
 }  // namespace emulator
+
+int atomicMax(int* at, int value) {  // blocks and threads run one after another
+  emulator::async::added(at, sizeof *at);
+  const int before = *at;
+  *at = before < value ? value : before;
+  return before;
+}

@@ -65,6 +65,7 @@ struct Device {
   int capability = 80, multiprocessors = 4, shared_limit = 163 * 1024;
   bool descending = false;  // the order in which threads run
   bool early = false;       // asynchronous products run as they are issued, not at the wait for them
+  bool traced = false;      // every access to memory is followed, of kernels that are compiled so
 };
 Device& device();
 
@@ -93,6 +94,7 @@ struct Warp {
   void* lanes[32];
   void (*act)(void* const*);
   int live;
+  uint32_t collectives = 0;  // so far
 };
 
 struct Group {  // the blocks that run together
@@ -124,7 +126,12 @@ void wait_for(Barrier& barrier, int count);
 void wait_unordered(Barrier& barrier, int count);
 // Counts as a thread that came to a barrier, and goes on.
 void arrive_at(Barrier& barrier, int count);
+// A counter of blocks in global memory: counts one; waits for a count.
+void counter_arrive(uint32_t* counter);
+void counter_wait(const uint32_t* counter, uint32_t minimum);
 void warp_barrier();
+// Whether memory is a thread's own.
+bool on_stack(const void* at);
 // Ends the launch with an error.
 [[noreturn]] void fail(const char* what);
 // Ends it after the last thread has returned.
@@ -198,6 +205,7 @@ struct Entry {
 // Indices of the running thread.
 extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
+int atomicMax(int* at, int value);
 #pragma GCC visibility pop
 #define warpSize 32
 
@@ -219,11 +227,6 @@ inline void __trap() {
   emulator::fail("a kernel trapped");
 }
 
-inline int atomicMax(int* at, int value) {  // blocks and threads run one after another
-  const int before = *at;
-  *at = before < value ? value : before;
-  return before;
-}
 
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32) {

@@ -58,6 +58,10 @@ WarpGroup& warp_group() {
   return state.warp_groups[me() / 128];
 }
 
+Access access_now() {
+  return {me(), mine().clock.seen(me()), 0xf, false, current->warp->collectives};
+}
+
 void step() {
   mine().clock.step();
 }
@@ -121,6 +125,7 @@ void finish() {
     check(thread.stores.empty() && thread.committed.empty(), "a block ended before its stores had read shared memory");
     check(thread.copies.empty(), "a block ended before its copies");
   }
+  check_peers();
 }
 
 void arrived(const Barrier& barrier) {
@@ -156,7 +161,7 @@ unsigned char* at(uint32_t address, int64_t bytes, uint32_t alignment) {
 
 void wrote(uint32_t address, int bytes) {
   at(address, bytes, 1);
-  const Access access = {me(), mine().clock.seen(me())};
+  const Access access = access_now();
   for (int n = 0; n < bytes; n += kGranule) {
     Granule& g = granule(address + n);
     if (g.writer.thread / 32 == access.thread / 32) g.writer.thread = -1;  // a warp's lanes ran its accesses together
@@ -169,7 +174,7 @@ void wrote(uint32_t address, int bytes) {
 void read(uint32_t address, int bytes) {
   at(address, bytes, 1);
   const Clock& clock = mine().clock;
-  const Access access = {me(), clock.seen(me())};
+  const Access access = access_now();
   for (int n = 0; n < bytes; n += kGranule) {
     Granule& g = granule(address + n);
     if (g.landing) fail("a thread reads what has not landed");

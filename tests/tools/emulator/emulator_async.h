@@ -6,8 +6,8 @@
 // Races are found by vector clocks (happens-before): every thread counts its steps, and knows of each other thread up
 // to which step it is ordered behind it. Barriers merge that knowledge. Each 4 bytes of shared memory remember who
 // wrote and read them, at which step. A thread also knows of each other which step its last proxy fence was at:
-// asynchronous readers must know of a fence behind the write. Only accesses by the functions of hopper.cuh are
-// followed.
+// asynchronous readers must know of a fence behind the write. Accesses by the functions of hopper.cuh are always
+// followed, all others where Device::traced: emulator_races.cpp.
 #pragma once
 
 #include <cstdint>
@@ -39,6 +39,19 @@ uint32_t address_of(const void* shared);
 // The running thread accesses so many bytes.
 void wrote(uint32_t address, int bytes);
 void read(uint32_t address, int bytes);
+
+// The same of any memory, where Device::traced. An addition is one instruction.
+void touched(const void* at, int64_t bytes);
+void stored(const void* at, int64_t bytes);
+void added(const void* at, int64_t bytes);
+// The running thread has counted one; it has waited for a count.
+void counted(const uint32_t* counter);
+void waited(const uint32_t* counter, uint32_t count);
+// After the last thread has returned: peers had read a block's shared memory before it ended.
+void check_peers();
+// A launch starts; the next blocks of it run.
+void forget_pages();
+void next_group();
 
 // Named barriers of the block.
 void named_sync(int barrier, int threads);

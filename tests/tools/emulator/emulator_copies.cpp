@@ -63,6 +63,7 @@ void store_wait(int groups) {
         check_visible(g, s.issue);
         g.readers.push_back({me(), thread.clock.seen(me())});
       }
+      added(s.global, s.bytes);
       for (int n = 0; n < s.bytes / 4; ++n) s.global[n] += reinterpret_cast<const float*>(from)[n];
     }
   }
@@ -72,7 +73,10 @@ void store_wait(int groups) {
 void copy(uint32_t shared, const void* global, int bytes) {
   if (reinterpret_cast<uintptr_t>(global) % bytes != 0) fail("cp.async copies between multiples of its size");
   Copy copy = {shared, bytes, false, {}};
-  if (global != nullptr) memcpy(copy.bytes.data(), global, bytes);
+  if (global != nullptr) {
+    touched(global, bytes);
+    memcpy(copy.bytes.data(), global, bytes);
+  }
   wrote(shared, bytes);
   memset(at(shared, bytes, bytes), 0xff, bytes);
   mine().copies.push_back(copy);

@@ -71,9 +71,14 @@ Launch launch_of(const DriverConfig& config) {
   return found;
 }
 
-void set_device(int64_t capability, int64_t multiprocessors, int64_t shared_limit, bool descending, bool early) {
-  device() = {static_cast<int>(capability), static_cast<int>(multiprocessors), static_cast<int>(shared_limit),
-              descending, early};
+void set_device(int64_t capability, int64_t multiprocessors, int64_t shared_limit, bool descending, bool early,
+                bool traced) {
+  device() = {static_cast<int>(capability),
+              static_cast<int>(multiprocessors),
+              static_cast<int>(shared_limit),
+              descending,
+              early,
+              traced};
 }
 
 // Returns the previous capability.
@@ -137,7 +142,9 @@ EMULATED_API int emulated_fact(int which) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
-  m.def("emulated_device(int capability, int multiprocessors, int shared_limit, bool descending, bool early) -> ()");
+  m.def(
+      "emulated_device(int capability, int multiprocessors, int shared_limit, bool descending, bool early, "
+      "bool traced) -> ()");
   m.def("emulated_capability(int capability) -> int");
   m.def("emulated_launches() -> str");
 }

@@ -4,6 +4,7 @@
 #include <deque>
 #include <vector>
 
+#include "emulator_async.h"
 #include "emulator_numbers.h"
 
 namespace crate_kernels::emulated {
@@ -37,6 +38,7 @@ void load(void* const* lanes, bool transposed) {
     for (int row = 0; row < 8; ++row) {
       const void* const from = static_cast<Matrices*>(lanes[8 * m + row])->row;
       if (reinterpret_cast<uintptr_t>(from) % 16 != 0) emulator::fail("ldmatrix reads rows at multiples of 16 bytes");
+      emulator::async::touched(from, 16);
       memcpy(matrix[row], from, 16);
       columns |= 1u << reinterpret_cast<uintptr_t>(from) / 16 % 8;
     }
@@ -90,7 +92,11 @@ void copy_later(void* shared, const void* global, int bytes, bool present) {
     emulator::fail("cp.async copies between multiples of its size");
   }
   Copy copy = {shared, bytes, {}};
-  if (present) memcpy(copy.bytes, global, bytes);
+  if (present) {
+    emulator::async::touched(global, bytes);
+    memcpy(copy.bytes, global, bytes);
+  }
+  emulator::async::stored(shared, bytes);
   memset(shared, 0xff, bytes);
   mine().push_back(copy);
 }
@@ -108,6 +114,7 @@ void copies_wait(int groups) {
     if (copy.to == nullptr) {
       --open;
     } else {
+      emulator::async::stored(copy.to, copy.size);
       memcpy(copy.to, copy.bytes, copy.size);
     }
   }

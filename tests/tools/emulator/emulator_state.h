@@ -14,18 +14,26 @@ namespace emulator::async {
 struct Access {
   int thread;
   Step step;
+  uint8_t bytes = 0xf;       // of the granule
+  bool adds = false;         // by one instruction
+  uint32_t collectives = 0;  // of its warp until then
 };
 
 constexpr int kGranule = 4;  // bytes of shared memory whose accesses are followed together
 
 struct Granule {
   Access writer = {-1, 0};
+  std::vector<Access> others;   // who wrote before it in no order: other bytes, or parts of a sum
   std::vector<Access> readers;  // since it was written
   bool landing = false;         // a copy has been issued and has not landed
 
   void read_by(const Access& access) {
     for (Access& reader : readers) {
-      if (reader.thread == access.thread) return void(reader.step = access.step);
+      if (reader.thread != access.thread) continue;
+      reader.step = access.step;
+      reader.collectives = access.collectives;
+      reader.bytes |= access.bytes;
+      return;
     }
     readers.push_back(access);
   }
@@ -109,6 +117,7 @@ struct State {
   std::vector<ThreadState> threads;
   std::vector<WarpGroup> warp_groups;
   std::map<const Barrier*, std::pair<Gathered, Gathered>> barriers;  // who came; who came to the last generation
+  std::map<const uint32_t*, std::vector<Gathered>> counters;         // who came, after each arrival
   std::vector<Landing> landings;
   Step engine = 0;
 };
@@ -120,6 +129,8 @@ int threads();
 int me();
 // What is kept of the running thread, its block and its warp group.
 ThreadState& mine();
+// An access of the running thread.
+Access access_now();
 BlockState& block();
 WarpGroup& warp_group();
 // The running thread goes on to its next step.

@@ -9,10 +9,9 @@ import torch
 from crate_kernels._core import backends, plan
 from crate_kernels._cuda import launch, sources
 from crate_kernels._native import libraries
-from tests.tools.emulator import emulated
+from tests.tools.emulator import emulated, gpu
 
 ROOT = Path(__file__).parents[3]
-AMPERE = {"capability": 80, "multiprocessors": 4, "shared_limit": 163 * 1024}
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +21,7 @@ def library():
     if reason is not None:
         pytest.skip(reason)
     emulated.load()
+    gpu.change_device()
     return torch.ops.crate_kernels_C
 
 
@@ -35,15 +35,9 @@ def backend(library):
 
 @pytest.fixture
 def device(library):
-    """Return a function that changes the emulated GPU: capability, multiprocessors, shared_limit, descending, early."""
-
-    def change(**properties):
-        values = {**AMPERE, "descending": False, "early": False, **properties}
-        library.emulated_device(*(values[name] for name in (*AMPERE, "descending", "early")))
-        plan.forget()  # what was chosen for another device
-
-    yield change
-    change()
+    """Return a function that changes the emulated GPU: ``gpu.change_device``."""
+    yield gpu.change_device
+    gpu.change_device()
 
 
 def file_with(text, files, root=ROOT):
@@ -54,15 +48,14 @@ def file_with(text, files, root=ROOT):
 
 
 @pytest.fixture
-def broken(tmp_path, monkeypatch, device):
-    """Return a function that changes one place of files below csrc, which kernels are compiled from then on."""
+def copied(tmp_path, monkeypatch, device):
+    """Return a function that copies the sources, which kernels are compiled from then on; it returns the copy."""
 
-    def change(files, before, after):
+    def copy():
         for part in ("csrc", "tests/tools/emulator"):
             shutil.copytree(ROOT / part, tmp_path / part)
-        path = file_with(before, files, tmp_path)
-        path.write_text(path.read_text().replace(before, after, 1))
         monkeypatch.setattr(libraries, "source_folder", lambda: tmp_path / "csrc")
+        return tmp_path
 
     def forget():
         sources.headers.cache_clear()
@@ -70,6 +63,17 @@ def broken(tmp_path, monkeypatch, device):
         plan.forget()
 
     forget()
-    yield change
+    yield copy
     monkeypatch.undo()
     forget()
+
+
+@pytest.fixture
+def broken(copied):
+    """Return a function that changes one place of files below csrc, which kernels are compiled from then on."""
+
+    def change(files, before, after):
+        path = file_with(before, files, copied())
+        path.write_text(path.read_text().replace(before, after, 1))
+
+    return change

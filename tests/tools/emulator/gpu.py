@@ -10,14 +10,27 @@ import shlex
 import tempfile
 from pathlib import Path
 
+import torch
 from torch.utils.cpp_extension import get_cxx_compiler
 
+from crate_kernels._core import plan
 from crate_kernels._cuda import launch, sources
 from crate_kernels._native import driver, libraries, ninja_build
 from tests.tools import compiling
 from tests.tools.plans import standin
 
+DEFAULT = {
+    "capability": 80,
+    "multiprocessors": 4,
+    "shared_limit": 163 * 1024,
+    "descending": False,
+    "early": False,
+    "traced": False,
+}
 KERNEL_FAILED = 999
+# Calls a function of the emulator before each access to memory; GCC's own library, which has the same, is not linked.
+TRACED = "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-fno-threadsafe-statics"
+traced = False  # whether kernels are compiled so
 
 
 def use(path):
@@ -26,6 +39,17 @@ def use(path):
     launch.OPENERS["cpu"] = lambda index: emulated
     launch.forget()
     standin.rest_on(emulated.library.emulated_launch, None, emulated.library.emulated_parameter)
+
+
+def change_device(**properties):
+    """Have another GPU emulated: ``DEFAULT`` but for the properties, which emulator.h describes."""
+    global traced
+    values = DEFAULT | properties
+    torch.ops.crate_kernels_C.emulated_device(*values.values())
+    if values["traced"] != traced:
+        traced = values["traced"]
+        launch._functions.clear()  # which were compiled otherwise
+    plan.forget()  # what was chosen for another device
 
 
 class Emulated:
@@ -81,17 +105,20 @@ def build(kernel, types, emulator):
     from tests.tools.emulator.emulated import KERNEL_FLAGS, searched
 
     unit = f"{sources.unit(kernel, types)}EMULATED_ENTRY({kernel.name})\n"
-    known = (KERNEL_FLAGS, unit, sorted(sources.headers(kernel.header).items()), str(emulator))
+    flags = (*KERNEL_FLAGS, *(TRACED if traced else ()))
+    known = (flags, unit, sorted(sources.headers(kernel.header).items()), str(emulator))
     target = emulator.parent / hashlib.sha256(repr(known).encode()).hexdigest()[:16] / "kernel.so"
     if target.exists():
         return target
     with ninja_build.locked(target.parent), tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         if not target.exists():
-            source, linked = Path(scratch) / "unit.cpp", Path(scratch) / "unit.so"
+            source, compiled, linked = (Path(scratch) / f"unit.{name}" for name in ("cpp", "o", "so"))
             source.write_text(unit)
-            precompiled = ["-include", str(emulator.parent / "entry.h")]  # g++ takes entry.h.gch, which is beside it
-            paths = [*searched(), "-I", str(libraries.source_folder())]
-            command = [*shlex.split(get_cxx_compiler()), *KERNEL_FLAGS, *precompiled, *paths, "-Wno-invalid-offsetof"]
-            compiling.run([*command, "-Winvalid-pch", "-shared", source, emulator, "-o", linked])
+            # g++ takes entry.h.gch, which is beside it and was compiled without TRACED.
+            entry = ["-include", str(emulator.parent / "entry.h"), *(() if traced else ("-Winvalid-pch",))]
+            paths = [*searched(), "-I", str(libraries.source_folder()), "-Wno-invalid-offsetof"]
+            compiler = shlex.split(get_cxx_compiler())
+            compiling.run([*compiler, *flags, *entry, *paths, "-c", source, "-o", compiled])
+            compiling.run([*compiler, "-shared", compiled, emulator, "-o", linked])
             os.replace(linked, target)
     return target
