@@ -9,6 +9,7 @@ import torch
 
 from crate_kernels import testing
 from crate_kernels.ops.ista import cuda as ista
+from tests.ops import test_cache as caches
 from tests.ops.common import over_budget, randn
 from tests.ops.mssa import test_cuda_decode as decode
 from tests.ops.mssa.heads import Heads, LongPairs, LongRows
@@ -20,7 +21,9 @@ from tests.tools.emulator.fixtures import ROOT
 from tests.tools.emulator.plain import registered
 from tests.tools.emulator.plain.mssa import native
 
-HEADS = "197-tokens", "packed", "causal-padded", "128-channels"
+# The last has one place for tokens, which the next head is loaded to.
+HEADS = "197-tokens", "packed", "causal-padded"
+FORWARD_HEADS, BACKWARD_HEADS = (*HEADS, "128-channels-long"), (*HEADS, "112-channels")
 LONG = "packed", "causal", "128-channels-many-tiles"
 _OPTIONS = {
     "causal-padded": {"causal": True, "padding": "scattered"},
@@ -29,11 +32,11 @@ _OPTIONS = {
 }
 TOKENS = {
     "plain": ((2, 3, 85, 32), {}),
-    "padded": ((2, 3, 85, 32), {"padding": "scattered"}),
+    "padded": ((2, 5, 85, 24), {"padding": "scattered"}),
     "packed": ((0, 3, 0, 32), {"lengths": (64, 0, 101, 1), "dropout_p": 0.3}),
 }
 TENSOR_CORES = {
-    "pairs": ((1, 2, 197, 64), {}),
+    "pairs": ((2, 2, 197, 64), {}),
     "rows": ((1, 2, 300, 64), {}),
     "128-channels": ((1, 1, 150, 128), {"causal": True}),
     "packed": ((0, 2, 0, 48), {"lengths": (70, 0, 3, 129)}),
@@ -47,6 +50,13 @@ PLAIN = {
     **{name: ((3, 2, 97, 40), options) for name, options in _OPTIONS.items()},
 }
 HALVES = torch.bfloat16, torch.float16
+# Barriers whose absence the emulator does not see: file, which, why.
+NOT_SEEN = {
+    ("mssa/cuda/head_forward.cuh", 0): "lanes shuffle behind their reads, too, which orders them on GPUs of today",
+    ("mssa/cuda/mma_rows.cuh", 0): "the same",
+    ("tssa/cuda/full_steps.cuh", 0): "the same",
+    ("mssa/cuda/long_forward.cuh", 2): "orders products of two warp groups in time: it is for speed",
+}
 BARRIER = re.compile(r"__syncthreads\(\);|__syncwarp\(\);|cluster_sync\(\);|barrier_sync\([^;]*\);")
 
 
@@ -71,6 +81,11 @@ def by_tssa(way, causal, shape, options, gpu):
     gpu.device(traced=True, **DEVICES[way])
     options = {"return_membership": True, "causal": causal, **options}
     within("tssa", shape, options, gpu.backend, (torch.float32, torch.bfloat16))
+
+
+def cached(gpu):
+    gpu.device(traced=True)
+    caches.test_decoding_equals_the_full_forward("tssa", gpu.backend, "cpu", (5, 7))
 
 
 def by_hopper(kind, name, gpu):
@@ -99,14 +114,17 @@ def decoded(count, new, gpu):
     assert decode.over_budget(gpu.plain, cache, tokens) == []
 
 
-QUICK = {"tssa/cuda/persistent": ("odd-heads-padded",), "tssa/cuda/walking": ("packed-dropout",)}
+QUICK = {"ista/cuda/": ("symmetrize",), "tssa/cuda/persistent": ("odd-heads-padded",)}
 # What each family of headers is called by.
 CALLS = {
     "ista/cuda/": {"symmetrize": symmetrized},
     "tssa/cuda/full|tssa/cuda/access": {
         f"{way}-{name}": partial(by_tssa, way, False, *call) for way in DEVICES for name, call in TOKENS.items()
     },
-    "tssa/cuda/causal|tssa/cuda/scan": {name: partial(by_tssa, "block", True, *call) for name, call in TOKENS.items()},
+    "tssa/cuda/causal|tssa/cuda/scan": {
+        **{name: partial(by_tssa, "block", True, *call) for name, call in TOKENS.items()},
+        "cached": cached,
+    },
     "tssa/cuda/persistent": {
         name: partial(by_hopper, Persistent, name)
         for name in ("196-tokens", "packed-dropout", "padded-scattered", "odd-heads-padded", "two-clusters")
@@ -115,8 +133,8 @@ CALLS = {
         name: partial(by_hopper, Walking, name) for name in ("three-steps", "packed-dropout", "padded-scattered")
     },
     "mssa/cuda/head": {
-        **{f"forward-{name}": partial(by_head, Heads, run_and_check_forward, name) for name in HEADS},
-        **{f"backward-{name}": partial(by_head, Heads, run_and_check, name) for name in HEADS},
+        **{f"forward-{name}": partial(by_head, Heads, run_and_check_forward, name) for name in FORWARD_HEADS},
+        **{f"backward-{name}": partial(by_head, Heads, run_and_check, name) for name in BACKWARD_HEADS},
     },
     "mssa/cuda/long": {
         **{f"forward-{name}": partial(by_head, LongRows, run_and_check_forward, name) for name in LONG},
@@ -154,12 +172,20 @@ def test_every_access_is_ordered(run, gpu):
     run(gpu)
 
 
+def test_blocks_that_nothing_orders_do_not_share_what_one_writes(gpu):
+    """In place, a block reads the tile of another, before or after that is written."""
+    gpu.device(traced=True)
+    a = randn(70, 70, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="global memory is touched by blocks that nothing orders, and one writes"):
+        ista.symmetrize(a, a)
+
+
 def barriers():
     for path in sorted(ROOT.glob("csrc/*/cuda/*.cuh")):
         name = path.relative_to(ROOT / "csrc").as_posix()
         if not name.startswith("common/"):
             count = len(BARRIER.findall(path.read_text()))
-            yield from ((name, number) for number in range(count))
+            yield from ((name, number) for number in range(count) if (name, number) not in NOT_SEEN)
 
 
 def every(calls, gpu):
@@ -174,7 +200,7 @@ def test_every_barrier_is_needed(name, number, gpu, copied):
     path = copied() / "csrc" / name
     text = path.read_text()
     at = list(BARRIER.finditer(text))[number]
-    path.write_text(text[: at.start()] + ";" + text[at.end() :])
+    path.write_text(text[: at.start()] + "{}" + text[at.end() :])
     calls = next(calls for family, calls in CALLS.items() if re.match(family, name))
     # Those first that are named as the header is.
     calls = dict(sorted(calls.items(), key=lambda call: call[0].split("-")[0] not in name))

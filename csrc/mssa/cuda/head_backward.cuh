@@ -176,7 +176,6 @@ __global__ void __launch_bounds__(HeadBackwardShape<T, DIM, ROWS, MASKED, CAUSAL
       HeadGradient<S> gradient = {place, stage, 0, call.factor, c, call.scale, {}, {}, {}, {}, {}};
       const bool shows = scale_gradients<S>(call, head, place, stage, c, unit);
       fence_async_shared();
-      barrier_sync(kAllThreads, S::kThreads);  // the warps' numbers have been read, too
       const bool of_warp = __ballot_sync(kAllLanes, shows) != 0;
       if (place.lane() == 0) store_shared(place.base + S::kNumbers + 192 + 4 * (id >> 5), of_warp ? 1.0f : 0.0f);
       barrier_sync(kAllThreads, S::kThreads);

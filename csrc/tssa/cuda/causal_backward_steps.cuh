@@ -154,7 +154,6 @@ CRATE_DEVICE void causal_dlogit(const TssaBackSide<Access>& side, float* sums, f
         dmembers[r * p.nheads + h] += through_mass * enters_sums(side.key_mask, tile + r);
         if (dmembership.data != nullptr) dmembers[r * p.nheads + h] += dmembership(tile + r, h);
       }
-      __syncwarp();
       softmax_backward(p, dmembers + r * p.nheads, side.members, dlogit, tile + r,
                        [&](int h, float value) { gradient[r * p.nheads + h] = value; });
     }

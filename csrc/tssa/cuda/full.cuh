@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(512, 1) tssa_full_fwd_resident_kernel(TssaForw
 
   char* const to = shared_at<char>(layout.tokens[0]);
   const TssaTokens w = copy_tokens(p, access, part_of(p, f.w, s), s.rows(), to);
-  __syncthreads();
+  // Without a barrier: each thread reads the tokens that it has copied.
   energy_sums(p, access, w, key_mask, s.rows(), reinterpret_cast<float*>(scratch), first);
   cluster_sync();
   for (int column = threadIdx.x; column < p.width; column += blockDim.x) {

@@ -72,7 +72,6 @@ CRATE_DEVICE void logit_gradient(const TssaProblem& p, const Access& access, con
       if (dmembership.data != nullptr) gradient += dmembership(n, h);
       dmembers[h] = gradient;
     }
-    __syncwarp();
     softmax_backward(p, dmembers, members, dlogit, n, [](int, float) {});
     __syncwarp();
   }

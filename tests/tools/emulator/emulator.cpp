@@ -373,7 +373,7 @@ void warp_barrier() {
   wait_for(warp.sync, 32);
 }
 
-void collective(void* mine, void (*act)(void* const*)) {
+void collective(void* mine, void (*act)(void* const*), bool shuffles) {
   Warp& warp = *current->warp;
   if (warp.live < 32) fail("a lane has returned while its warp waits for it");
   if (warp.barrier.arrived > 0 && warp.act != act) fail("lanes of a warp wait for each other in different operations");
@@ -381,8 +381,10 @@ void collective(void* mine, void (*act)(void* const*)) {
   warp.act = act;
   warp.lanes[current->index % 32] = mine;
   if (warp.barrier.arrived == 31) {
-    ++warp.collectives;
+    warp.shuffles += shuffles;
+    warp.acts = true;
     act(warp.lanes);
+    warp.acts = false;
   }
   wait(warp.barrier, 32);
 }
@@ -393,11 +395,14 @@ unsigned ballot(unsigned mask, bool vote) {
     unsigned result;
   } mine = {vote, 0};
   if (mask != 0xffffffffu) fail("only votes of whole warps are emulated");
-  collective(&mine, [](void* const* lanes) {
-    unsigned result = 0;
-    for (int n = 0; n < 32; ++n) result |= static_cast<unsigned>(static_cast<Vote*>(lanes[n])->vote) << n;
-    for (int n = 0; n < 32; ++n) static_cast<Vote*>(lanes[n])->result = result;
-  });
+  collective(
+      &mine,
+      [](void* const* lanes) {
+        unsigned result = 0;
+        for (int n = 0; n < 32; ++n) result |= static_cast<unsigned>(static_cast<Vote*>(lanes[n])->vote) << n;
+        for (int n = 0; n < 32; ++n) static_cast<Vote*>(lanes[n])->result = result;
+      },
+      true);
   return mine.result;
 }
 

@@ -94,7 +94,8 @@ struct Warp {
   void* lanes[32];
   void (*act)(void* const*);
   int live;
-  uint32_t collectives = 0;  // so far
+  uint32_t shuffles = 0;  // so far
+  bool acts = false;      // in one instruction of all lanes
 };
 
 struct Group {  // the blocks that run together
@@ -116,8 +117,8 @@ int block_barrier(bool vote = false);
 // Waits for every thread of the cluster.
 void cluster_barrier();
 // Waits for all 32 lanes of the warp. The last lane calls act(lanes); lanes[n] is lane n's `mine`, and act may write
-// there. Fails if the lanes pass different acts.
-void collective(void* mine, void (*act)(void* const* lanes));
+// there. Fails if the lanes pass different acts. `shuffles`: each lane gets what others have computed.
+void collective(void* mine, void (*act)(void* const* lanes), bool shuffles = false);
 // Lets other threads run until `ready()`.
 void suspend_until(const std::function<bool()>& ready);
 // Waits for `count` threads at a barrier, and orders them: see emulator_async.h.
@@ -162,12 +163,15 @@ template <class T>
 T shuffle(unsigned mask, T value, int source) {
   if (mask != 0xffffffffu) fail("only shuffles of whole warps are emulated");
   Shuffle<T> mine = {value, value, source};
-  collective(&mine, [](void* const* lanes) {
-    for (int n = 0; n < 32; ++n) {
-      Shuffle<T>& lane = *static_cast<Shuffle<T>*>(lanes[n]);
-      if (lane.source >= 0) lane.result = static_cast<Shuffle<T>*>(lanes[lane.source])->value;
-    }
-  });
+  collective(
+      &mine,
+      [](void* const* lanes) {
+        for (int n = 0; n < 32; ++n) {
+          Shuffle<T>& lane = *static_cast<Shuffle<T>*>(lanes[n]);
+          if (lane.source >= 0) lane.result = static_cast<Shuffle<T>*>(lanes[lane.source])->value;
+        }
+      },
+      true);
   return mine.result;
 }
 
@@ -226,7 +230,6 @@ inline void __threadfence_block() {}
 inline void __trap() {
   emulator::fail("a kernel trapped");
 }
-
 
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32) {

@@ -59,7 +59,8 @@ WarpGroup& warp_group() {
 }
 
 Access access_now() {
-  return {me(), mine().clock.seen(me()), 0xf, false, current->warp->collectives};
+  const Warp& warp = *current->warp;
+  return {me(), mine().clock.seen(me()), 0xf, false, warp.shuffles, warp.acts};
 }
 
 void step() {
@@ -70,14 +71,18 @@ Granule& granule(uint32_t address) {
   return block().granules[(address - kBase) / kGranule];
 }
 
+// A lane of the warp has read it before the running lane goes on: it has shuffled what it read, or all read as one.
+bool read_before(const Access& reader) {
+  return reader.thread / 32 == me() / 32 && (reader.by_warp || reader.shuffles < current->warp->shuffles);
+}
+
 void check_free(const Granule& g) {
   const Clock& clock = mine().clock;
-  const int warp = me() / 32;
   if (g.landing) fail("shared memory is written while a copy may land there");
   if (!knows(clock, g.writer)) fail("shared memory is written twice with no barrier between");
   for (const Access& reader : g.readers) {
-    if (reader.thread / 32 == warp && reader.thread < threads()) continue;  // a warp's lanes ran it together
-    if (!knows(clock, reader)) fail("shared memory is written while another thread or a product may read it");
+    if (!read_before(reader) && !knows(clock, reader))
+      fail("shared memory is written while another thread or a product may read it");
   }
 }
 
@@ -103,7 +108,9 @@ void flip_if_complete(MBarrier& m) {
 
 MBarrier& mbarrier(BlockState& of, uint32_t address) {
   const auto found = of.mbarriers.find(address);
-  if (found == of.mbarriers.end()) fail("a barrier in shared memory is used before it is initialised");
+  if (found == of.mbarriers.end() || !knows(mine().clock, found->second.initialised)) {
+    fail("a barrier in shared memory is used before it is initialised");
+  }
   return found->second;
 }
 
@@ -164,7 +171,6 @@ void wrote(uint32_t address, int bytes) {
   const Access access = access_now();
   for (int n = 0; n < bytes; n += kGranule) {
     Granule& g = granule(address + n);
-    if (g.writer.thread / 32 == access.thread / 32) g.writer.thread = -1;  // a warp's lanes ran its accesses together
     check_free(g);
     g.writer = access;
     g.readers.clear();
@@ -216,6 +222,7 @@ void mbarrier_init(uint32_t barrier, int count) {
   if (count < 1) fail("a barrier in shared memory is for one arrival at least");
   MBarrier m;
   m.count = m.pending = count;
+  m.initialised = access_now();
   block().mbarriers[barrier] = std::move(m);
   block().mbarriers_unfenced = true;
 }

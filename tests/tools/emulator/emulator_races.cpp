@@ -32,13 +32,13 @@ struct Page {
 
 // Null: memory of a thread, which no other sees.
 std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages;
+uintptr_t last = 0;  // the page of the last access
+Page* found = nullptr;
 unsigned group = 0;
 
 Page* page_of(uintptr_t at) {
-  static uintptr_t last = 0;
-  static Page* found = nullptr;
   const uintptr_t number = at / kPage;
-  if (number == last && !pages.empty()) return found;
+  if (number == last) return found;
   last = number;
   const auto place = pages.find(number);
   if (place != pages.end()) return found = place->second.get();
@@ -90,9 +90,7 @@ void follow(Granule& g, const Access& access, int kind) {
   for (const Access& writer : g.others) check_writer(writer);
   if (!writes) return g.read_by(access);
   for (const Access& reader : g.readers) {
-    // What a lane read it has used in the collective operation that this lane has passed, too.
-    if (reader.thread / 32 == access.thread / 32 && reader.collectives < access.collectives) continue;
-    if (unordered(reader, access.bytes))
+    if (!read_before(reader) && unordered(reader, access.bytes))
       fail_race("memory is written while another thread or a product may read it", reader);
   }
   if (unordered(g.writer, 0xf)) {
@@ -156,7 +154,7 @@ void access(const void* pointer, int64_t size, int kind, const void* by = nullpt
 
 void forget_pages() {
   pages.clear();
-  group = 0;
+  last = group = 0;
 }
 
 void next_group() {

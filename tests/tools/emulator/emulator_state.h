@@ -14,9 +14,10 @@ namespace emulator::async {
 struct Access {
   int thread;
   Step step;
-  uint8_t bytes = 0xf;       // of the granule
-  bool adds = false;         // by one instruction
-  uint32_t collectives = 0;  // of its warp until then
+  uint8_t bytes = 0xf;    // of the granule
+  bool adds = false;      // by one instruction
+  uint32_t shuffles = 0;  // of its warp until then
+  bool by_warp = false;   // in one instruction of all its lanes
 };
 
 constexpr int kGranule = 4;  // bytes of shared memory whose accesses are followed together
@@ -31,7 +32,8 @@ struct Granule {
     for (Access& reader : readers) {
       if (reader.thread != access.thread) continue;
       reader.step = access.step;
-      reader.collectives = access.collectives;
+      reader.shuffles = access.shuffles;
+      reader.by_warp = access.by_warp;
       reader.bytes |= access.bytes;
       return;
     }
@@ -40,6 +42,7 @@ struct Granule {
 };
 
 struct MBarrier {
+  Access initialised = {-1, 0};
   int count = 0, pending = 0;
   int64_t bytes = 0;
   uint32_t phase = 0;
@@ -137,6 +140,7 @@ WarpGroup& warp_group();
 void step();
 Granule& granule(uint32_t address);
 
+bool read_before(const Access& reader);
 // Who has written, and who has read, is ordered before the running thread.
 void check_free(const Granule& g);
 // An asynchronous reader: its issuer knows of the write, and of a proxy fence behind it.
