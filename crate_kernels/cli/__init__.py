@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -19,6 +20,7 @@ _COMMANDS = {
     "build": "compile the C++ extension into the user's cache",
     "tune": "time configurations of the kernels on this GPU and keep the fastest",
 }
+_FORMER_OPTIONS = {"--least": "--min-change", "--most": "--max-configs"}
 _PIPE_CLOSED = 141  # 128 + SIGPIPE, as in shells
 
 
@@ -51,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         subcommand = subcommands.add_parser(name, help=summary, description=summary)
         command.add_arguments(subcommand)
         subcommand.set_defaults(run=command.run)
+    for each in sys.argv[1:] if argv is None else argv:
+        if option := _FORMER_OPTIONS.get(each.partition("=")[0]):
+            warnings.warn(f"{each.partition('=')[0]} is now {option}", FutureWarning, stacklevel=2)
     try:
         _refuse_unknown_options(parser, sys.argv[1:] if argv is None else argv)
         args = parser.parse_args(argv)
