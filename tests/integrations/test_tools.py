@@ -10,7 +10,7 @@ from torch import nn
 from crate_kernels._core import operator
 from tests.integrations import vision_schemas  # noqa: F401
 from tests.models.families import FAMILIES, output
-from tests.models.test_tools import CRATES, VISION, given, macs, model_of
+from tests.models.test_tools import CRATES, VISION, images_of, macs, model_of
 
 
 @pytest.mark.parametrize("family", VISION)
@@ -18,7 +18,7 @@ def test_torchvision_extracts_features(family):
     pytest.importorskip("torchvision", reason="needs torchvision")
     from torchvision.models.feature_extraction import create_feature_extractor
 
-    model, images, seen = model_of(family), given(family), {}
+    model, images, seen = model_of(family), images_of(family), {}
     blocks = model.layout.blocks
     for index in range(2):
         model.get_submodule(f"{blocks}.{index}").register_forward_hook(
@@ -34,7 +34,7 @@ def test_torchvision_extracts_features(family):
 @pytest.mark.parametrize("family", ["crate", "tost"])
 def test_counters_see_the_linear_layers(family):
     thop, ptflops = (pytest.importorskip(name, reason=f"needs {name}") for name in ("thop", "ptflops"))
-    images, wanted = tuple(i[:1] for i in given(family)), macs(model_of(family), (given(family)[0][:1],))
+    images, wanted = tuple(i[:1] for i in images_of(family)), macs(model_of(family), (images_of(family)[0][:1],))
     handlers = {kind: (lambda m, x, y: None) for kind in (nn.LayerNorm, nn.Conv2d, nn.SyncBatchNorm, nn.GELU)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -50,7 +50,7 @@ def test_counters_see_the_linear_layers(family):
 def test_lora_adapts_every_layer(family):
     peft = pytest.importorskip("peft", reason="needs peft")
     torch.manual_seed(0)
-    model, (images,) = model_of(family), given(family)
+    model, (images,) = model_of(family), images_of(family)
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=names, init_lora_weights=False))
     found = adapted(images)
@@ -67,7 +67,7 @@ def test_lora_adapts_every_layer(family):
 def test_torchao_quantises_every_linear_layer(family, kind):
     quantization = pytest.importorskip("torchao.quantization", reason="needs torchao")
     torch.manual_seed(0)
-    model, tokens = deepcopy(model_of(family)), given(family)
+    model, tokens = deepcopy(model_of(family)), images_of(family)
     with torch.no_grad():
         expected = output(family, model(*tokens))
         quantization.quantize_(model, getattr(quantization, kind)())
