@@ -380,9 +380,6 @@ def test_compare_lists_the_slower_rows_first_and_heeds_its_least(results, tmp_pa
     printed = capsys.readouterr().out
     assert "1 of 2 rows moved by more than 200%" in printed
     assert "8 rows only in the second" in printed
-    with pytest.warns(FutureWarning, match="^--least is now --min-change$"):
-        assert main(["bench", "compare", *paths[::-1], "--least", "2"]) == 0
-    assert capsys.readouterr().out == printed
 
 
 def test_the_line_of_a_case(results):

@@ -284,6 +284,21 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize(
+    ("line", "message", "then"),
+    [
+        ("bench compare absent.json absent.json --least=2", "--least is now --min-change", "No such file"),
+        ("tune --most 3", "--most is now --max-configs", "tune: needs a CUDA or HIP GPU"),
+    ],
+)
+def test_the_former_name_of_an_option_warns(line, message, then, capsys, monkeypatch):
+    """What comes then is the subcommand's error: the option has been taken."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.warns(FutureWarning, match=f"^{message}$"):
+        assert main(line.split()) != 0
+    assert then in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("line", REFUSED)
 def test_an_argument_that_a_subcommand_does_not_know(line, capsys):
     with pytest.raises(SystemExit) as ended:
