@@ -157,7 +157,8 @@ __global__ void copies_kernel(const float* in, float* sums) {
   add_global_4(sums + 128, 1.0f, lane, -lane, 0.5f);
 }
 
-// Four numbers for each of `times` places, one after another, by all blocks, stored or added; `mask` + 1, a power of 2, places.
+// Four numbers for each of `times` places, one after another, by all blocks, stored or added; `mask` + 1, a power of 2,
+// places.
 template <bool ADDS>
 __global__ void rate_kernel(float* to, int64_t times, int64_t mask) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
