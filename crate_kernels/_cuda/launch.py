@@ -79,6 +79,14 @@ def gpu(device: torch.device) -> LaunchDevice:
     return found
 
 
+def serves(op: str, capability: int) -> bool:
+    """Say whether this machine's first GPU has one compute capability and runs an operator's CUDA C++ kernels."""
+    device = torch.device("cuda")
+    if backends.unavailable_reason(op, "cpp", device) is not None or not torch.cuda.is_available():
+        return False
+    return gpu(device).capability == capability
+
+
 def function(kernel: Kernel, device: torch.device, types: tuple[type[Record], ...] = ()) -> Function:
     """Return a kernel on a device, compiled and loaded once.
 

@@ -37,7 +37,7 @@ def _cases():
 
 def _launches():
     """Yield what tuning times, the rows of every launch table by what they ask of a call, and its candidates."""
-    workloads = tune.workloads(("mssa", "tssa", "ista"))
+    workloads = tune.workloads(("mssa", "tssa", "ista"), packages=("triton",))  # those of CUDA C++ are the GPU's
     yield from (f"tune {one}" for one in workloads)
     for table in {one.name: one for one in (*(work.table for work in workloads), *UNTIMED)}.values():
         for arch, rows in table.rows.items():

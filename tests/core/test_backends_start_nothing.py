@@ -1,5 +1,6 @@
 """Importing and calling import nothing that is not needed, and no variable of the environment steers a choice."""
 
+import os
 import re
 import subprocess
 import sys
@@ -76,8 +77,10 @@ def python(script, **environment):
     # Importing torch may warn: only warnings after it count.
     script = "import torch, warnings; warnings.simplefilter('error')\n" + script
     command = [sys.executable, "-c", script]
-    path = {"PATH": "/usr/bin:/bin", "PYTHONPATH": root, **environment}
-    return subprocess.run(command, env=path, capture_output=True, text=True, timeout=120)
+    # Where the extension is.
+    caches = {name: os.environ[name] for name in ("HOME", "XDG_CACHE_HOME") if name in os.environ}
+    variables = {"PATH": "/usr/bin:/bin", "PYTHONPATH": root, **caches, **environment}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
 
 
 def test_importing_and_calling_import_no_triton_and_no_environment_variable_steers_the_choice():

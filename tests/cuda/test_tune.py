@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from crate_kernels.ops.mssa.cuda import heads, long_pairs, long_rows
 from crate_kernels.ops.mssa.cuda import tune as mssa
@@ -17,9 +18,13 @@ WORKLOADS = {
 
 @pytest.mark.parametrize(("kernels", "tables", "count"), WORKLOADS.values(), ids=WORKLOADS)
 def test_only_a_gpu_that_has_them_times_them(kernels, tables, count, monkeypatch):
-    monkeypatch.setattr(kernels.backends, "unavailable_reason", lambda *args: "no GPU")
+    reasons = ["this PyTorch has no CUDA"]
+    monkeypatch.setattr(kernels.launch.backends, "unavailable_reason", lambda *args: reasons[0])
     assert kernels.workloads() == []
-    monkeypatch.setattr(kernels.backends, "unavailable_reason", lambda *args: None)
+    reasons[0] = None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # PyTorch for CUDA on a machine without a GPU
+    assert kernels.workloads() == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, expected in ((80, 0), (90, count), (100, 0)):
         monkeypatch.setattr(kernels.launch, "gpu", lambda device, c=capability: SimpleNamespace(capability=c))
         every = kernels.workloads()

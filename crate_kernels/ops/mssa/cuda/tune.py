@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import torch
-
-from crate_kernels._core import backends
 from crate_kernels._cuda import launch
 from crate_kernels._triton.table import LaunchRow
 from crate_kernels._triton.tune import Workload
@@ -19,10 +16,7 @@ _LONG = ((1024, 1024), (4096, None))  # and the bucket of them
 
 def workloads() -> list[Workload]:
     """List what is timed: the lengths of images and beyond, in bf16; nothing where no GPU has these kernels."""
-    device = torch.device("cuda")
-    if backends.unavailable_reason("mssa", "cpp", device) is not None:
-        return []
-    if launch.gpu(device).capability != hopper.CAPABILITY:
+    if not launch.serves("mssa", hopper.CAPABILITY):
         return []
     found = []
     every = [(heads, _IMAGE, 256), *((long_rows, *one) for one in _LONG), *((long_pairs, *one) for one in _LONG)]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import torch
-
-from crate_kernels._core import backends
 from crate_kernels._cuda import launch
 from crate_kernels._triton.table import LaunchRow, Table
 from crate_kernels._triton.tune import Workload
@@ -18,10 +15,7 @@ _IMAGES = ((4, 48), (8, 48), (16, 48))  # heads and channels of ToST's models of
 
 def workloads() -> list[Workload]:
     """List what is timed: the lengths of images and of texts, in bf16; nothing where no GPU has the kernels."""
-    device = torch.device("cuda")
-    if backends.unavailable_reason("tssa", "cpp", device) is not None:
-        return []
-    if launch.gpu(device).capability != persistent.CAPABILITY:
+    if not launch.serves("tssa", persistent.CAPABILITY):
         return []
     images = itertools.product(_IMAGES, (196, 784, 4096), (persistent.FORWARD, persistent.BACKWARD))
     texts = itertools.product(walking.TEXTS, (1024,), (walking.FORWARD, walking.BACKWARD))
