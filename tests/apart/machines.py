@@ -22,16 +22,14 @@ def quiet():
 @contextmanager
 def taking_hopper(pairs):
     """Emulate a Hopper GPU on which mssa takes what kernels of sm_90a serve; long backwards by pairs, or by rows."""
-    import torch
-
     from crate_kernels._triton import table
     from crate_kernels.ops.mssa.cuda import heads, long_pairs, long_rows
+    from tests.tools.emulator import gpu
 
     every = (heads.FORWARD, heads.BACKWARD, long_rows.FORWARD, long_pairs.BACKWARD if pairs else long_rows.BACKWARD)
     with ExitStack() as stack:
-        emulate = torch.ops.crate_kernels_C.emulated_device
-        emulate(90, 4, 227 * 1024, False, False)
-        stack.callback(emulate, 80, 4, 163 * 1024, False, False)
+        gpu.change_device(capability=90, shared_limit=227 * 1024)
+        stack.callback(gpu.change_device)
         for one in every:
             stack.enter_context(table.forced(one, one.candidates[0]))
         yield
