@@ -5,6 +5,7 @@ Other accesses are of numbers by row, head or block: NUMBERS names the functions
 
 import ast
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,17 @@ def test_kernels_move_16_bytes_of_a_thread_at_once(name, target):
     launches = harness.launches(CALLS[name], target)
     assert launches
     assert set().union(*(_faults(each, target) for each in launches)) == set()
+
+
+def test_every_kernel_is_launched_by_some_call():
+    """A new one needs a call here."""
+    package, decorated = (
+        harness.ROOT / "crate_kernels",
+        re.compile(r"^@triton\.jit.*\n(?:#.*\n)*def (_\w+_kernel)\(", re.M),
+    )
+    kernels = {name for path in package.glob("**/*.py") for name in decorated.findall(path.read_text())}
+    launched = {each.function.__name__ for call in CALLS.values() for each in harness.launches(call, "sm_90")}
+    assert launched == kernels
 
 
 def test_functions_of_numbers_exist():
