@@ -1,9 +1,10 @@
 """The first minutes on a GPU: ``python -m tests.gpu.smoke --out FOLDER --seconds S --workers N``.
 
 Items: the machine; the kernels of sm_90a in bf16; every form of every operator once in bf16 against float64, on each
-kernel backend; generation by a captured step; persistent products, and cuBLASLt's, a step of which is timed beside what
-the tables have; calls for which None takes what was timed to be the fastest; the kernels of sm_90a in fp16; the
-assembler's warnings (C75xx) of the main Triton kernels; and, where compute-sanitizer is, small calls under it.
+kernel backend; how many clusters of tssa's kernels the GPU holds; generation by a captured step; persistent products,
+and cuBLASLt's, a step of which is timed beside what the tables have; calls for which None takes what was timed to be
+the fastest; the kernels of sm_90a in fp16; the assembler's warnings (C75xx) of the main Triton kernels; and, where
+compute-sanitizer is, small calls under it.
 """
 
 import faulthandler
@@ -22,8 +23,13 @@ import torch
 import crate_kernels
 from crate_kernels import models, testing
 from crate_kernels._core import backends, measured
+from crate_kernels._cuda import launch as cuda_launch
+from crate_kernels._cuda.launch import Shape
 from crate_kernels._triton import launch
 from crate_kernels.bench import clock
+from crate_kernels.ops.tssa.cuda import persistent as tssa_persistent
+from crate_kernels.ops.tssa.cuda import walking as tssa_walking
+from crate_kernels.ops.tssa.cuda.parameters import TssaBackward, TssaForward
 from tests.gpu import lines, processes
 from tests.gpu.suite import usable
 from tests.ops.mssa import heads
@@ -39,6 +45,11 @@ CLUSTERS = {
 }
 TEXTS = ("crate_lm_base", "tost_lm_base", "aot_lm_mssa_base", "gpt2_base")  # a model of each cache
 TOOLS = ("memcheck", "racecheck", "synccheck")  # of compute-sanitizer
+# Clusters of tssa's kernels: heads, channels and tokens of ToST-S and of a language model; configurations.
+OCCUPANCY = {
+    "persistent": ((8, 48, 196), [persistent.config(c, b, t) for c in (4, 8) for b, t in ((2, 192), (1, 384))]),
+    "walking": ((12, 64, 1024), [walking.EIGHT, walking.BACK, *(walking.config(c, 1, 192, 8) for c in (4, 8))]),
+}
 STREAMS = {  # steps of ista by persistent programs
     "relu": ("ista", (2, 1000, 384), {}),
     "soft": ("ista", (1, 777, 768), {"nonnegative": False}),
@@ -124,6 +135,27 @@ def clusters(kind, case, dtype):
     if reason is not None:
         raise Skipped(reason)
     return {"share": round(kind(case).check("cpp", dtype, "cuda", twice=True), 3)}
+
+
+def occupancy(kind, config, nheads, head_dim, seqlen, device="cuda"):
+    """Return how many clusters of a configuration the GPU holds at once, forward and backward, where these fit."""
+    device, sizes, found = torch.device(device), (nheads, head_dim), {}
+    reason = backends.unavailable_reason("tssa", "cpp", device)
+    gpu = None if reason else cuda_launch.gpu(device)
+    if gpu is None or gpu.capability != tssa_persistent.CAPABILITY:
+        raise Skipped(reason or "these kernels are for sm_90a")
+    planner, tokens = (tssa_walking, ()) if kind == "walking" else (tssa_persistent, (seqlen,))
+    for backward, record in ((False, TssaForward), (True, TssaBackward)):
+        shared = planner.shared_bytes(*sizes, *tokens, backward, config)
+        if shared > gpu.shared_limit:
+            continue
+        kernel = planner.kernel(torch.bfloat16, *sizes, False, backward, config)
+        cluster, threads = config["CLUSTER"], tssa_persistent.threads_of(nheads * head_dim, config["THREADS"])
+        shape = Shape(gpu.multiprocessors * cluster, threads, shared, cluster)
+        found[record.__name__] = gpu.active_clusters(cuda_launch.function(kernel, device, (record,)), shape)
+    if not found or not all(found.values()):
+        raise AssertionError(f"the GPU holds no cluster: {found}")
+    return {"clusters": found}
 
 
 def generation(name, device="cuda", **sizes):
@@ -254,6 +286,10 @@ def items(dry_run):
     for case in forms():
         for backend in BACKENDS:
             found[f"{backend} {case}"] = lambda case=case, backend=backend: check(case, backend, torch.bfloat16, "cuda")
+    for kind, (sizes, configs) in OCCUPANCY.items():
+        for config in configs:
+            name = f"occupancy {kind} {' '.join(map(str, config.values()))}"
+            found[name] = partial(occupancy, kind, config, *sizes)
     found |= {f"generation {name}": partial(generation, name) for name in TEXTS}
     found |= {f"stream {name}": partial(stream, name) for name in STREAMS}
     for dtype in (torch.bfloat16, torch.float16):

@@ -8,6 +8,8 @@ import torch
 
 from crate_kernels._core import measured
 from tests.gpu import lines, processes, smoke
+from tests.ops.tssa.persistent import MAX_SHARED, PAIRS
+from tests.ops.tssa.walking import PAIRS as WALKS
 from tests.tools import graphs, timed_gpu
 
 pytest.importorskip("triton", reason="its items interpret Triton's kernels: pip install triton")
@@ -20,6 +22,7 @@ def test_the_smoke_test_has_every_operator_backend_and_kind_of_item():
         "machine",
         "triton",
         "cpp",
+        "occupancy",
         "generation",
         "stream",
         "lt",
@@ -65,6 +68,23 @@ def test_generation_by_a_captured_step_is_held_to_called_ones(monkeypatch):
     monkeypatch.setattr(graphs.Graph, "replay", lambda graph: None)
     with pytest.raises(AssertionError, match="replayed tokens differ"):
         smoke.generation("crate_lm_base", "cpu", **small)
+
+
+@pytest.mark.parametrize(("kind", "config"), [("persistent", PAIRS), ("walking", WALKS)], ids=["persistent", "walking"])
+def test_the_clusters_that_a_gpu_holds_are_counted(kind, config, device, backend, monkeypatch):
+    monkeypatch.setattr(smoke.backends, "unavailable_reason", lambda *args: None)
+    sizes = (3, 32, 70) if kind == "walking" else (3, 16, 30)
+    for multiprocessors in (8, 5):
+        device(capability=90, shared_limit=MAX_SHARED, multiprocessors=multiprocessors)
+        clusters = multiprocessors // config["CLUSTER"]
+        expected = {"TssaForward": clusters, "TssaBackward": clusters}
+        assert smoke.occupancy(kind, config, *sizes, "cpu") == {"clusters": expected}
+    device(capability=90, shared_limit=MAX_SHARED, multiprocessors=1)
+    with pytest.raises(AssertionError, match="the GPU holds no cluster"):
+        smoke.occupancy(kind, config, *sizes, "cpu")
+    device(capability=80)
+    with pytest.raises(smoke.Skipped, match="these kernels are for sm_90a"):
+        smoke.occupancy(kind, config, *sizes, "cpu")
 
 
 def test_persistent_products_are_held_to_float64_where_a_gpu_has_them(monkeypatch):

@@ -5,12 +5,14 @@ import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from crate_kernels import cli
 from crate_kernels._core import backends
+from crate_kernels._cuda import launch as _cuda
 from crate_kernels._triton import launch as _launch
 from crate_kernels._triton import table as _table
 from crate_kernels._triton import tune as _tune
@@ -115,16 +117,39 @@ def test_what_is_shipped_for_the_architecture_is_timed(
     assert ("ranked of sm_90.json" in capsys.readouterr().out) == (expected != EVERY)
 
 
+def hopper(monkeypatch):
+    """Have tune list what it times of CUDA C++ on a GPU of sm_90a, too."""
+    monkeypatch.setattr(_cuda, "serves", lambda *_: True)
+    monkeypatch.setattr(_cuda, "gpu", lambda device: SimpleNamespace(capability=90, shared_limit=227 * 1024))
+
+
 @pytest.mark.parametrize("path", sorted(tune._RANKED.glob("*.json")), ids=lambda path: path.stem)
-def test_what_is_shipped_are_configurations_of_the_kernels_as_they_are(path):
+def test_what_is_shipped_are_configurations_of_the_kernels_as_they_are(path, monkeypatch):
     pytest.importorskip("triton", reason="needs Triton: pip install triton")
     assert path.stem in _table._CUDA
+    hopper(monkeypatch)
     known = {str(one): one.table.candidates for one in tune.workloads([*backends.OPS])}
     for name, configs in json.loads(path.read_text()).items():
         assert name in known
         assert 1 <= len(configs) <= MAX_CONFIGS
         assert len({str(config) for config in configs}) == len(configs)
         assert [config for config in configs if config not in known[name]] == []
+
+
+@pytest.mark.parametrize("table", ["persistent", "walking"])
+def test_a_gpu_times_clusters_of_4_and_8_and_blocks_of_192_and_384_threads(table, monkeypatch):
+    """With as few configurations as ``make gpu`` times, wherever any of them fits."""
+    hopper(monkeypatch)
+    every = tune.workloads(["tssa"], [f"tssa_{table}"], packages=("cuda",))
+    few = tune.narrowed(every, tune._RANKED / "sm_90.json", MAX_CONFIGS)
+    assert every
+    for all_of_it, some in zip(every, few, strict=True):
+        fitting, timed = all_of_it.table.candidates, some.table.candidates
+        assert 1 <= len(timed) == min(len(fitting), MAX_CONFIGS)
+        assert [config for config in timed if config not in fitting] == []
+        for name, values in {"CLUSTER": (4, 8), "THREADS": (192, 384)}.items():
+            for value in values:
+                assert any(c[name] == value for c in timed) == any(c[name] == value for c in fitting), (str(some), name)
 
 
 def test_the_ranking_of_the_first_gpu_is_in_the_package():

@@ -3,11 +3,13 @@
 What counts is the whole kernel: its passes are short, and their ends are as long as the passes.
 """
 
+import json
 from typing import NamedTuple
 
 import pytest
 import torch
 
+from crate_kernels.cli import tune
 from crate_kernels.ops.tssa.cuda import persistent, walking
 from tests.cuda import compilers, resources
 from tests.ops.tssa import walking as walks
@@ -17,6 +19,7 @@ from tests.tools.aot import harness
 harness.needs_compiler()
 
 BF16, FP16 = torch.bfloat16, torch.float16
+IMAGES = (4, 8, 16)  # heads of ToST's models of images that tuning times
 
 
 class Case(NamedTuple):
@@ -141,3 +144,16 @@ def test_a_kernel_takes_no_more_than_recorded(name):
         *maxima, minimum = RECORDED[name]
         assert all(now <= before for now, before in zip(used, maxima, strict=True)), (used, maxima)
         assert blocks >= minimum
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("nheads", IMAGES)
+def test_no_kernel_that_is_ranked_spills(nheads):
+    compiler, width, kernels = compilers.needed(), nheads * 48, set()
+    for name, configs in json.loads((tune._RANKED / "sm_90.json").read_text()).items():
+        if name.startswith("tssa_persistent") and f" head_dim {width} " in name:
+            sizes = nheads, 48, False, "backward" in name
+            kernels |= {persistent.kernel(BF16, *sizes, config) for config in configs}
+    spills = {one.name: resources.compiled(compiler, one, 90)[1][0].spills for one in kernels}
+    assert spills
+    assert not any(spills.values()), spills

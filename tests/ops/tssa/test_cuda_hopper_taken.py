@@ -1,5 +1,6 @@
 """Who takes the persistent and the walking kernels, under the emulator, and what tuning times."""
 
+import bisect
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from tests.ops.tssa.persistent import MAX_SHARED, PAIRS, TWICE, Persistent
 from tests.ops.tssa.walking import BACK, EIGHT, Walking
 from tests.ops.tssa.walking import PAIRS as WALKS
 from tests.tools.emulator import emulated
+from tests.tools.emulator.fixtures import ROOT
 
 EXHAUSTIVE = pytest.mark.exhaustive
 GPU = {"capability": 90, "shared_limit": MAX_SHARED, "multiprocessors": 4}
@@ -248,6 +250,33 @@ def test_published_sizes_have_candidates_that_fit(nheads, head_dim, backward):
     # Of both w and dout, eight blocks hold less.
     assert [fitting(n, 8) > 0 for n in (784, 1024)] == [not backward or nheads * head_dim <= n for n in (512, 384)]
     assert fitting(4096, 96) > 0
+
+
+def longest(nheads, head_dim, backward, fits):
+    """Return the longest sequence that a candidate of which ``fits`` is true holds."""
+    some = [c for c in persistent.FORWARD.candidates if fits(c)]
+
+    def held(seqlen):
+        return any(persistent.shared_bytes(nheads, head_dim, seqlen, backward, c) <= MAX_SHARED for c in some)
+
+    return bisect.bisect_left(range(1, 1 << 16), True, key=lambda seqlen: not held(seqlen))
+
+
+# nheads, head_dim: rows of the table in docs/cuda.md, by clusters of up to 8 blocks, of 16, and all.
+WAYS = (
+    lambda c: c["CLUSTER"] <= 8 and c["TOGETHER"] == 1,
+    lambda c: c["TOGETHER"] == 1,
+    lambda c: c["CLUSTER"] <= 8,
+)
+
+
+@pytest.mark.parametrize(("nheads", "head_dim"), [(4, 48), (8, 48), (8, 64), (16, 48)], ids=str)
+def test_the_longest_sequences_are_those_of_the_docs(nheads, head_dim):
+    cells = [
+        re.sub(r"\d{5,}", lambda n: f"{int(n[0]):,}", " / ".join(map(str, both)))
+        for both in ([longest(nheads, head_dim, backward, fits) for backward in (False, True)] for fits in WAYS)
+    ]
+    assert f"| {nheads * head_dim} | {' | '.join(cells)} |" in (ROOT / "docs/cuda.md").read_text()
 
 
 @DIRECTIONS

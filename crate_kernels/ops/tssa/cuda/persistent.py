@@ -32,7 +32,7 @@ _MAX_HEADS_PER_LANE = 8  # heads of a lane in the softmax, which are in register
 _SLICE = 32  # tokens whose sums by vector are put down at a time
 _NONE = {"CLUSTER": 0, "BUFFERS": 0, "THREADS": 0, "TOGETHER": 0}
 # CLUSTER: blocks; 0: none of these kernels. BUFFERS: sequences in a cluster's shared memory at a time. THREADS: of a
-# block, at least. TOGETHER: clusters that share a sequence. Every other one is what a run of few candidates times.
+# block, at least. TOGETHER: clusters that share a sequence.
 _CANDIDATES = tuple(
     dict(zip(_NONE, one, strict=True))
     for one in (

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+
+import torch
 
 from crate_kernels._cuda import launch
-from crate_kernels._triton.table import LaunchRow, Table
+from crate_kernels._triton.table import Config, LaunchRow, Table
 from crate_kernels._triton.tune import Workload
 from crate_kernels.ops.tssa import native, timed
 from crate_kernels.ops.tssa.cuda import persistent, walking
@@ -27,6 +30,17 @@ def workloads() -> list[Workload]:
 
 
 def _workload(table: Table, nheads: int, head_dim: int, seqlen: int, causal: bool) -> Workload:
+    """Return a workload whose candidates are those that fit: another would time the kernels of forms.py again."""
+    gradient, limit = table in (persistent.BACKWARD, walking.BACKWARD), launch.gpu(torch.device("cuda")).shared_limit
+
+    def fits(config: Config) -> bool:
+        if causal:
+            needed = walking.shared_bytes(nheads, head_dim, gradient, config)
+        else:
+            needed = persistent.shared_bytes(nheads, head_dim, seqlen, gradient, config)
+        threads = persistent.threads_of(nheads * head_dim, config["THREADS"])
+        return needed <= limit and threads <= persistent.MAX_THREADS
+
     row = LaunchRow({}, nheads * head_dim, 1 << (seqlen - 1).bit_length(), half=True)
-    gradient = table in (persistent.BACKWARD, walking.BACKWARD)
-    return Workload(table, row, timed.whole(native, nheads, head_dim, seqlen, causal, gradient))
+    fitting = replace(table, candidates=tuple(filter(fits, table.candidates)))
+    return Workload(fitting, row, timed.whole(native, nheads, head_dim, seqlen, causal, gradient))
