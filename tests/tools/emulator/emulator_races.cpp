@@ -4,6 +4,7 @@
 // Shared memory is followed as emulator_async.h says. Global memory is too, among the blocks that run together. Other
 // blocks of a launch may run in any order, so none of them may touch what one of them has written.
 #include <array>
+#include <bitset>
 #include <cstdio>
 #include <memory>
 #include <string>
@@ -24,8 +25,13 @@ struct Earlier {
   int kinds = 0;        // what earlier groups did
 };
 
+struct Moved {
+  int64_t read = 0, written = 0;  // bytes
+};
+
 struct Page {
   bool of_block;  // a static array in shared memory, which one block after another has
+  std::array<Moved, kPage / kGranule> moved;
   std::array<Granule, kPage / kGranule> granules;
   std::array<Earlier, kPage / kGranule> earlier;
 };
@@ -146,6 +152,10 @@ void access(const void* pointer, int64_t size, int kind, const void* by = nullpt
     Page* const page = page_of(n);
     if (page == nullptr) return;
     access.bytes = bytes_of(n, at, end);
+    Moved& moved = page->moved[n % kPage / kGranule];
+    const int bytes = std::bitset<kGranule>(access.bytes).count();
+    if (kind != kWrites) moved.read += bytes;
+    if (kind != kReads) moved.written += bytes;
     follow_global(*page, n % kPage / kGranule, access, kind);
   }
 }
@@ -233,3 +243,17 @@ EMULATED_API void __tsan_write_range(const void* at, size_t size) {
   emulator::async::access(at, static_cast<int64_t>(size), emulator::async::kWrites, __builtin_return_address(0));
 }
 EMULATED_API void __tsan_init() {}
+
+// How many bytes the last launch read from a tensor in global memory, or wrote to it.
+EMULATED_API int64_t emulated_moved(const void* tensor, int64_t size, bool written) {
+  using namespace emulator::async;
+  int64_t found = 0;
+  const auto at = reinterpret_cast<uintptr_t>(tensor);
+  for (uintptr_t n = at / kGranule * kGranule; n < at + size; n += kGranule) {
+    const auto place = pages.find(n / kPage);
+    if (place == pages.end() || place->second == nullptr) continue;
+    const Moved& moved = place->second->moved[n % kPage / kGranule];
+    found += written ? moved.written : moved.read;
+  }
+  return found;
+}

@@ -58,6 +58,7 @@ class Emulated:
     def __init__(self, path):
         self.path, self.library = path, ctypes.CDLL(str(path))
         self.library.emulated_failure.restype = ctypes.c_char_p
+        self.library.emulated_moved.restype = ctypes.c_int64
 
     capability, multiprocessors, shared_limit = (
         property(lambda self, which=which: self.library.emulated_fact(which)) for which in range(3)
@@ -91,6 +92,11 @@ class Emulated:
             raise RuntimeError(self.library.emulated_failure().decode())
         if status:
             raise driver.CudaError(f"CUDA error {status}")
+
+    def moved(self, tensor):
+        """Return how often the last launch read and wrote a contiguous tensor, on average, where ``traced``."""
+        place, size = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(tensor.nbytes)
+        return tuple(self.library.emulated_moved(place, size, written) / tensor.nbytes for written in (False, True))
 
     def active_clusters(self, function, shape):
         """Return how many clusters the device that a test set holds."""
