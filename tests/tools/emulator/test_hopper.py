@@ -75,17 +75,21 @@ def test_a_product_takes_operands_without_swizzle(early, dtype, library, device)
 
 def product_of_triton(columns, inner, mn_a, mn_b, dtype=torch.bfloat16):
     """Compile a product of (64, inner) and (inner, columns) for sm_90a."""
+    return compiled_by_triton("kernel", {"COLUMNS": columns, "INNER": inner, "MN_A": mn_a, "MN_B": mn_b}, dtype)
+
+
+def compiled_by_triton(name, sizes, dtype):
+    """Compile a kernel of triton_product.py."""
     triton = pytest.importorskip("triton", reason="needs Triton: pip install triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from tests.tools.emulator.triton_product import kernel
+    from tests.tools.emulator import triton_product
 
-    sizes = {"COLUMNS": columns, "INNER": inner, "MN_A": mn_a, "MN_B": mn_b}
     pointer = "*bf16" if dtype == torch.bfloat16 else "*fp16"
     pointers = {"a_ptr": pointer, "b_ptr": pointer, "out_ptr": "*fp32"}
     source = ASTSource(
-        fn=kernel,
+        fn=getattr(triton_product, name),
         signature={**pointers, **dict.fromkeys(sizes, "constexpr")},
         constexprs=sizes,
         attrs={(n,): [["tt.divisibility", 16]] for n in range(3)},
@@ -162,6 +166,55 @@ def _products(cubin):
 
     (function,) = harness.disassembled(cubin)
     return [(one.opcode, "RZ" not in one.operands) for one in function.instructions if one.name.endswith("GMMA")]
+
+
+CHAINED = """
+#include "mssa/cuda/hopper_tile.cuh"
+using namespace crate_kernels;
+extern "C" __global__ void product(uint32_t a, uint32_t b, float* out) {
+  float s[%(COLUMNS)d / 2], acc[%(INNER)d / 2];
+  uint32_t p[%(COLUMNS)d / 16][4];
+  wgmma_fence();
+  mssa::add_scores<%(T)s, %(COLUMNS)d, %(INNER)d>(s, a, b, 0, false);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(s);
+  mssa::pack_sums<%(T)s, %(COLUMNS)d>(p, s);
+  wgmma_fence();
+  mssa::add_tokens<%(T)s, %(INNER)d, %(COLUMNS)d / 16>(acc, p, b, 0, false);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(acc);
+  for (int i = 0; i < %(INNER)d / 2; ++i) out[threadIdx.x * %(INNER)d / 2 + i] = acc[i];
+}
+"""
+
+
+def left_operands(ptx):
+    """List which sums of the first product each register of each left operand has, the lower half's first."""
+    sums, *_ = re.findall(r"wgmma\.mma_async\S* \{([^}]*)}, %rd", ptx)
+    places = {name: n for n, name in enumerate(re.split(r",\s*", sums))}
+    pairs = re.findall(r"cvt\.rn\.(?:bf16|f16)x2\.f32\s+(%r\d+), (%\w+), (%\w+);", ptx)
+    halves = {to: (places[lower], places[upper]) for to, upper, lower in pairs}
+    operands = re.findall(r"wgmma\.mma_async\S* \{[^}]*}, \{([^}]*)}, %rd\d+, [^,]*, 1, 1, 1;", ptx)
+    return [[halves[name] for name in re.split(r",\s*", one)] for one in operands]
+
+
+@DTYPES
+@pytest.mark.parametrize("columns", [32, 64])
+def test_an_operand_from_registers_is_that_of_triton(columns, dtype):
+    """Sums of one product are the left operand of the next, whose other operand is MN-major."""
+    compiler, inner = compilers.needed(), 64
+    theirs = compiled_by_triton("chained", {"COLUMNS": columns, "INNER": inner}, dtype).asm
+    fields = {"COLUMNS": columns, "INNER": inner, "T": "bf16" if dtype == torch.bfloat16 else "fp16"}
+    options, headers = cubins.options(compiler), sources.headers("mssa/cuda/hopper_tile.cuh")
+    cubin, ptx = (
+        compiler.compile(CHAINED % fields, to, options, headers, []).binary
+        for to in (compiler.architecture(90), "compute_90a")
+    )
+    assert left_operands(ptx.decode()) == left_operands(theirs["ptx"])
+    assert len(left_operands(theirs["ptx"])) == columns // 16
+    assert _products(cubin) == _products(theirs["cubin"])
 
 
 @ORDERS
