@@ -11,7 +11,7 @@ from crate_kernels._triton.table import forced  # noqa: E402
 from crate_kernels.ops.ista.triton import bits, tables  # noqa: E402
 from crate_kernels.ops.ista.triton.product import Epilogue, product  # noqa: E402
 from tests.cuda import compilers, resources  # noqa: E402
-from tests.ops.ista.aot import HALF, SINGLE, step  # noqa: E402  # only where Triton compiles
+from tests.ops.ista.aot import HALF, SINGLE, step, streamed  # noqa: E402  # only where Triton compiles
 from tests.tools.aot import listing  # noqa: E402
 
 ALL, HOPPER = tuple(harness.TARGETS), ("sm_90",)
@@ -87,6 +87,26 @@ def test_the_update_moves_16_bytes_of_a_thread_at_once(call):
     assert launches
     functions = [harness.listed(launch, "sm_90") for launch in launches]
     assert {one.opcode for each in functions for one in listing.accesses(each)} == {"LDG.E.128", "STG.E.128"}
+
+
+THRESHOLDS = {
+    "product": step(12608, 768),
+    "product-soft": step(12608, 768, nonnegative=False),
+    "update": step(12608, 768, SINGLE),
+    "update-soft": step(12608, 768, SINGLE, nonnegative=False),
+    "stream": streamed(12608, 768),
+    "stream-soft": streamed(12608, 768, nonnegative=False),
+}
+
+
+@pytest.mark.parametrize("call", THRESHOLDS.values(), ids=THRESHOLDS)
+def test_a_threshold_takes_no_maximum(call):
+    """That of a GPU is the other number where one is NaN; the interpreter's is NaN."""
+    forward = harness.launches(call, "sm_90")[0]
+    assert forward.arguments["ACTIVATION"] in (1, 2)
+    opcodes = {one.name for one in harness.listed(forward, "sm_90").instructions}
+    assert "FSETP" in opcodes
+    assert not any("MNMX" in name for name in opcodes)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])

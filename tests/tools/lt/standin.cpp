@@ -23,9 +23,9 @@ struct Layout {
   uint64_t rows, columns;
   int64_t stride;
 };
-struct Preference {
-  uint64_t workspace;
-  uint32_t reductions, alignment[4];
+struct Preference {  // as the library's begin
+  uint64_t workspace = 0;
+  uint32_t reductions = 7, alignment[4] = {256, 256, 256, 256};
 };
 struct Heuristic {
   uint64_t algorithm[8];
