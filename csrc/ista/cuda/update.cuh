@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kIstaThreads) ista_update_kernel(IstaUpdate u)
   if (at >= u.numel) return;
   const int count = static_cast<int>(u.numel - at < kIstaItems ? u.numel - at : kIstaItems);
   const bool wide = u.wide && count == kIstaItems;
-  float v[kIstaItems] = {}, other[kIstaItems], gate[kIstaItems];
+  float v[kIstaItems] = {}, other[kIstaItems], gate[kIstaItems];  // (kIstaItems,) per thread
   if (u.product.data != nullptr) {
     read_items(u.product, at, count, wide, v);
 #pragma unroll

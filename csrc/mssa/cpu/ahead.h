@@ -17,22 +17,22 @@ class Ahead {
     if (view.data == nullptr || view.dim_stride != 1 || count == 0 || added_ == kMax) return;
     const int64_t size = crate_kernels::itemsize(dtype);
     tensors_[added_++] = {reinterpret_cast<uintptr_t>(view.data), view.token_stride * size, head_dim * size, count};
-    rows_ += count;
+    total_rows_ += count;
   }
 
   // Shares the rows out among `calls` calls of some().
-  void share_among(int64_t calls) { share_ = calls > 0 ? (rows_ + calls - 1) / calls : 0; }
+  void share_among(int64_t calls) { share_ = calls > 0 ? (total_rows_ + calls - 1) / calls : 0; }
 
   CRATE_INLINE void some() {
-    for (int64_t left = share_; left > 0 && tensor_ < added_; --left) {
-      const Tensor& t = tensors_[tensor_];
-      const uintptr_t row = t.data + row_ * t.stride;
+    for (int64_t left = share_; left > 0 && next_tensor_ < added_; --left) {
+      const Tensor& t = tensors_[next_tensor_];
+      const uintptr_t row = t.data + next_row_ * t.stride;
       for (uintptr_t line = row & ~(kLine - 1); line < row + t.width; line += kLine) {
         __builtin_prefetch(reinterpret_cast<const void*>(line), 0, 2);
       }
-      if (++row_ == t.rows) {
-        row_ = 0;
-        ++tensor_;
+      if (++next_row_ == t.rows) {
+        next_row_ = 0;
+        ++next_tensor_;
       }
     }
   }
@@ -47,8 +47,8 @@ class Ahead {
   static constexpr uintptr_t kLine = 64;
 
   Tensor tensors_[kMax];
-  int added_ = 0, tensor_ = 0;
-  int64_t rows_ = 0, row_ = 0, share_ = 0;
+  int added_ = 0, next_tensor_ = 0;
+  int64_t total_rows_ = 0, next_row_ = 0, share_ = 0;
 };
 
 }  // namespace

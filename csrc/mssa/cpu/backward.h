@@ -222,13 +222,13 @@ class Backward {
     g.row_scale = scales;
     g.weights = weights_.exact();
     g.symmetric = i == j;
-    compute_gradients<T>(g, gradients_);
+    compute_gradients<T>(g, dscore_tile_);
     accumulate<T, Order::columns>(key_share(j), tiles_.row_width, s.columns, s.rows, weights_.operand,
-                                  dout_rows_ + tiles_.rows_at(i), tiles_.masses + j * kTile, &gradients_,
+                                  dout_rows_ + tiles_.rows_at(i), tiles_.masses + j * kTile, &dscore_tile_,
                                   keys_rows_ + tiles_.rows_at(i), tiles_.ahead);
     if (i != j) {
       accumulate<T, Order::rows>(key_share(i), tiles_.row_width, s.rows, s.columns, weights_.operand,
-                                 dout_rows_ + tiles_.rows_at(j), tiles_.masses + i * kTile, &gradients_,
+                                 dout_rows_ + tiles_.rows_at(j), tiles_.masses + i * kTile, &dscore_tile_,
                                  keys_rows_ + tiles_.rows_at(j), tiles_.ahead);
     }
   }
@@ -353,16 +353,16 @@ class Backward {
       g.row.delta = delta;
       g.row.rest = rested(rest);
       g.row.dlse = head_.dlse == nullptr ? nullptr : dlse;
-      if (scored) compute_gradients<T>(g, gradients_);
+      if (scored) compute_gradients<T>(g, dscore_tile_);
       if (T::kPair == 1 && (p_.dropout || p_.threshold)) {
         transform_weights(p_, minimum, g.dropout, b.count, weights_.operand.by_row);
       }
       if (shares_.as_key != nullptr) {
         accumulate<T, Order::columns>(key_share(j), tiles_.row_width, s.columns, b.count, weights_.operand, dout_rows_,
-                                      nullptr, scored ? &gradients_ : nullptr, query_rows, tiles_.ahead);
+                                      nullptr, scored ? &dscore_tile_ : nullptr, query_rows, tiles_.ahead);
       }
       if (!scored || shares_.as_query == nullptr) continue;
-      accumulate<T, Order::rows>(as_query, tiles_.row_width, b.count, s.columns, gradients_,
+      accumulate<T, Order::rows>(as_query, tiles_.row_width, b.count, s.columns, dscore_tile_,
                                  keys_rows_ + tiles_.rows_at(j), nullptr, nullptr, nullptr, tiles_.ahead);
     }
     for (int r = 0; shares_.as_query != nullptr && r < b.count; ++r) {
@@ -384,7 +384,7 @@ class Backward {
   int32_t* collected_;  // tokens
   int collected_count_ = 0;
   float max_half_norm_ = 0.0f;  // the largest |half_norm|
-  WeightTile<T> gradients_;
+  WeightTile<T> dscore_tile_;
 };
 
 template <class T>

@@ -53,8 +53,8 @@ CRATE_INLINE void exact_products(const Scores& s, const float* left, const int (
 template <class T>
 class ExactRows {
  public:
-  ExactRows(HeadTiles<T>& tiles, const float* values, WeightTile<T>& tile)
-      : tiles_(tiles), values_(values), tile_(tile) {}
+  ExactRows(HeadTiles<T>& tiles, const float* values, WeightTile<T>& weight_tile)
+      : tiles_(tiles), values_(values), weight_tile_(weight_tile) {}
 
   // True if some of a block's rows may show it, whose largest scores are `shift`, of which `tall` is kTallScore.
   static bool may_show(const MssaProblem& p, const float* shift, int count, float tall) {
@@ -92,9 +92,9 @@ class ExactRows {
       for (int first = 0; first < count_; first += kRowsAtOnce) weigh(s, first, seen, sums);
       if (p.dropout) {
         dropout_factors(p, tiles_.head, token, count_, tiles_.keys.token + j * kTile, tiles_.dropout);
-        transform_weights(p, nullptr, tiles_.dropout, count_, tile_.by_row);
+        transform_weights(p, nullptr, tiles_.dropout, count_, weight_tile_.by_row);
       }
-      accumulate<T, Order::rows>(out, tiles_.row_width, count_, b.columns(j), tile_, values_ + tiles_.rows_at(j),
+      accumulate<T, Order::rows>(out, tiles_.row_width, count_, b.columns(j), weight_tile_, values_ + tiles_.rows_at(j),
                                  nullptr, nullptr, nullptr, tiles_.ahead);
     }
     for (int r = 0; r < count_; ++r) {
@@ -116,7 +116,7 @@ class ExactRows {
     const double factor = tiles_.p.scale * kLog2e;
     for (int q = 0; q < kRowsAtOnce && first + q < count_; ++q) {
       const int r = first + q, columns = static_cast<int>(round_up(s.columns, kLanes));
-      float* const weights = tile_.by_row + r * kTile;
+      float* const weights = weight_tile_.by_row + r * kTile;
       for (int n = 0; n < columns; ++n) weights[n] = static_cast<float>(factor * products[q][n] - shift_[r]);
       for (int n = 0; n < columns; n += kLanes) {
         Vf weight = exp2(load(weights + n));
@@ -129,7 +129,7 @@ class ExactRows {
 
   HeadTiles<T>& tiles_;
   const float* values_;
-  WeightTile<T>& tile_;
+  WeightTile<T>& weight_tile_;
   int count_ = 0;
   int row_[kMaxExactRows];
   double shift_[kMaxExactRows];

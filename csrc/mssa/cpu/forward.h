@@ -81,15 +81,15 @@ class Forward {
     alignas(64) float column[kTile] = {}, exact_column[kTile] = {};
     s.sums = sums_at(sums_, i, column);
     if (T::kPair == 2) s.exact_sums = sums_at(exact_sums_, i, exact_column);
-    compute_weights<T>(s, tile_);
+    compute_weights<T>(s, weight_tile_);
     add_columns(sums_, j, column);
     if (T::kPair == 2) add_columns(exact_sums_, j, exact_column);
     accumulate<T, Order::columns>(out_ + static_cast<int64_t>(j) * kTile * tiles_.row_width, tiles_.row_width,
-                                  s.columns, s.rows, tile_, values_ + tiles_.rows_at(i), nullptr, nullptr, nullptr,
-                                  tiles_.ahead);
+                                  s.columns, s.rows, weight_tile_, values_ + tiles_.rows_at(i), nullptr, nullptr,
+                                  nullptr, tiles_.ahead);
     if (i != j) {
       accumulate<T, Order::rows>(out_ + static_cast<int64_t>(i) * kTile * tiles_.row_width, tiles_.row_width, s.rows,
-                                 s.columns, tile_, values_ + tiles_.rows_at(j), nullptr, nullptr, nullptr,
+                                 s.columns, weight_tile_, values_ + tiles_.rows_at(j), nullptr, nullptr, nullptr,
                                  tiles_.ahead);
     }
   }
@@ -126,17 +126,17 @@ class Forward {
       if constexpr (T::kPair == 1) {
         if (p_.dropout) dropout_factors(p_, head_, b.token, b.count, tiles_.keys.token + j * kTile, tiles_.dropout);
         if (p_.dropout || p_.threshold) {
-          transform_weights(p_, minimum, p_.dropout ? tiles_.dropout : nullptr, b.count, tile_.by_row);
+          transform_weights(p_, minimum, p_.dropout ? tiles_.dropout : nullptr, b.count, weight_tile_.by_row);
         }
       }
-      accumulate<T, Order::rows>(out, tiles_.row_width, b.count, b.columns(j), tile_, values_ + tiles_.rows_at(j),
-                                 nullptr, nullptr, nullptr, tiles_.ahead);
+      accumulate<T, Order::rows>(out, tiles_.row_width, b.count, b.columns(j), weight_tile_,
+                                 values_ + tiles_.rows_at(j), nullptr, nullptr, nullptr, tiles_.ahead);
     }
     if (!head_.itself && lost(b, sums)) return false;
     alignas(64) float totals[kTile], exact[kTile];
     double shifts[kTile];
     const bool find_exact = b.shifted && ExactRows<T>::may_show(p_, b.shift, b.count, kTallScoreBits);
-    ExactRows<T> exact_rows(tiles_, values_, tile_);
+    ExactRows<T> exact_rows(tiles_, values_, weight_tile_);
     for (int r = 0; r < kTile; ++r) {
       const float total = b.has_keys(r) ? sum(load(sums + r * kLanes)) : 0.0f;
       exact[r] = T::kPair == 1 ? total : sum(load(exact_sums + r * kLanes));
@@ -174,7 +174,7 @@ class Forward {
     Scores s = tiles_.row_scores(b, queries, j);
     s.sums.row = sums;
     if (T::kPair == 2) s.exact_sums.row = exact_sums;
-    compute_weights<T>(s, tile_);
+    compute_weights<T>(s, weight_tile_);
   }
 
   const MssaProblem& p_;
@@ -182,7 +182,7 @@ class Forward {
   HeadTiles<T> tiles_;
   float *values_, *out_;
   TileSums sums_ = {}, exact_sums_ = {};
-  WeightTile<T> tile_;
+  WeightTile<T> weight_tile_;
 };
 
 template <class T>

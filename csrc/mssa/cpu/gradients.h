@@ -31,7 +31,7 @@ struct ScoreGradients {
 };
 
 template <class T, bool kRatios = false>
-void compute_gradients(const ScoreGradients& s, WeightTile<T>& gradients) {
+void compute_gradients(const ScoreGradients& s, WeightTile<T>& dscore_tile) {
   const ChannelProducts<T> by_row(s.row.dout, s.column.w, s.words, s.rows, s.columns);
   const ChannelProducts<T> by_column(s.row.w, s.column.dout, s.column.dout == nullptr ? 0 : s.words, s.rows, s.columns);
   by_length<T>(s.words, [&](auto longer) CRATE_LAMBDA {
@@ -74,11 +74,11 @@ void compute_gradients(const ScoreGradients& s, WeightTile<T>& gradients) {
       }
       for_each_vector(d,
                       [&](Vf& x, int r, int v) CRATE_LAMBDA { x *= load(s.weights + at(r, v)) * s.row_scale[r0 + r]; });
-      gradients.template put<kRows, kColumns>(d, r0, v0);
+      dscore_tile.template put<kRows, kColumns>(d, r0, v0);
     };
     for_groups<T>(s.rows, s.columns, s.symmetric, differentiate);
   });
-  gradients.complete(s.rows, s.columns, s.symmetric);
+  dscore_tile.complete(s.rows, s.columns, s.symmetric);
 }
 
 // deltas[r] += the sum over columns of weight * dropout factor * a: kLanes partial sums per row.

@@ -124,13 +124,13 @@ class Mutual {
       g.row_scale = row_scale;
       g.row_ratio = row_ratio;
       g.column_ratio = ratio_ + j * kTile;
-      compute_gradients<T, true>(g, gradients_);
+      compute_gradients<T, true>(g, dscore_tile_);
       accumulate<T, Order::rows>(out, tiles_.row_width, g.rows, g.columns, weights_.operand,
-                                 dout_rows_ + tiles_.rows_at(j), value_factor, &gradients_,
+                                 dout_rows_ + tiles_.rows_at(j), value_factor, &dscore_tile_,
                                  keys_rows_ + tiles_.rows_at(j), tiles_.ahead);
       if (head_.itself && j < own) {
         accumulate<T, Order::columns>(share_ + static_cast<int64_t>(j) * kTile * tiles_.row_width, tiles_.row_width,
-                                      g.columns, g.rows, weights_.operand, own_dout_rows_, nullptr, &gradients_,
+                                      g.columns, g.rows, weights_.operand, own_dout_rows_, nullptr, &dscore_tile_,
                                       keys_rows_ + tiles_.rows_at(own), tiles_.ahead);
       }
     }
@@ -145,7 +145,7 @@ class Mutual {
   float *keys_rows_, *dout_panels_, *dout_rows_, *delta_, *dlse_, *ratio_, *own_dout_panel_, *own_dout_rows_;
   alignas(64) float ones_[kTile];
   TileWeights<T> weights_;
-  WeightTile<T> gradients_;
+  WeightTile<T> dscore_tile_;
 };
 
 template <class T>

@@ -176,17 +176,17 @@ class RowStats {
 
   // Sums the weights of the rows of a block, and their deltas for the panel of dout at dout_panel_; null: not wanted.
   void weigh(const QueryBlock& b, const float* queries, float* sums, float* deltas) {
-    alignas(64) float row_sums[kTile * kLanes] = {}, row_deltas[kTile * kLanes] = {};
+    alignas(64) float sum_lanes[kTile * kLanes] = {}, delta_lanes[kTile * kLanes] = {};
     for (int j = b.tiles.first; j < b.tiles.stop; ++j) {
       Scores s = tiles_.row_scores(b, queries, j);
-      wanted(s).row = sums == nullptr ? nullptr : row_sums;
+      wanted(s).row = sums == nullptr ? nullptr : sum_lanes;
       weights_.compute(s);
-      if (deltas != nullptr) add_deltas<T>(score_gradients(b, j, dout_panel_), row_deltas);
+      if (deltas != nullptr) add_deltas<T>(score_gradients(b, j, dout_panel_), delta_lanes);
     }
     for (int r = 0; r < kTile; ++r) {
       const bool real = b.has_keys(r);
-      if (sums != nullptr) sums[r] = real ? sum(load(row_sums + r * kLanes)) : 1.0f;
-      if (deltas != nullptr) deltas[r] = real ? sum(load(row_deltas + r * kLanes)) : 0.0f;
+      if (sums != nullptr) sums[r] = real ? sum(load(sum_lanes + r * kLanes)) : 1.0f;
+      if (deltas != nullptr) deltas[r] = real ? sum(load(delta_lanes + r * kLanes)) : 0.0f;
     }
   }
 

@@ -51,7 +51,7 @@ class ShortBackward {
     short_.cut(s);
     dout_panels_ = s.floats(padded / kTile * panel_size<T>(tiles.p.head_dim));
     dout_rows_ = s.floats(padded / T::kPair * tiles.row_width);
-    gradients_ = s.floats(padded * padded);
+    dscores_ = s.floats(padded * padded);
     mirror_ = s.floats(kTile * kTile);
   }
 
@@ -63,7 +63,7 @@ class ShortBackward {
     short_.for_each_tile(i, [&](int j, int) {
       const Scores s = short_.tile_scores(i, j);
       const float* const weights = short_.weights + short_.tile_at(i, j);
-      float* const tile = gradients_ + short_.tile_at(i, j);
+      float* const tile = dscores_ + short_.tile_at(i, j);
       short_.multiply_tile(s, dout_panels_ + tiles.panel_at(i), [&](auto& x, int r0, int j0) CRATE_LAMBDA {
         for_each_vector(x, [&](Vf& product, int r, int v) CRATE_LAMBDA {
           const int at = (r0 + r) * kTile + j0 + v * kLanes;
@@ -84,7 +84,7 @@ class ShortBackward {
         for (int n = 0; n < vectors * kLanes; n += kLanes) {
           const Vf probability = load(short_.weights + row + n) * inverse;
           store(short_.weights + row + n, probability);
-          store(gradients_ + row + n, scale * probability * (load(gradients_ + row + n) - delta + dlse));
+          store(dscores_ + row + n, scale * probability * (load(dscores_ + row + n) - delta + dlse));
         }
       });
     }
@@ -120,14 +120,14 @@ class ShortBackward {
     for (int n = 0; n < round_up(s.columns, kLanes); ++n) {
       const double probability = weights[n] * inverse;
       weights[n] = static_cast<float>(probability);
-      gradients_[r * kTile + n] = static_cast<float>(tiles.p.scale * probability * (products[n] - delta + dlse));
+      dscores_[r * kTile + n] = static_cast<float>(tiles.p.scale * probability * (products[n] - delta + dlse));
     }
   }
 
   // What is transposed is whole blocks.
   void clear_tail(int i, int j) {
     const int rows = short_.blocks[i].count;
-    float* const tile = gradients_ + short_.tile_at(i, j);
+    float* const tile = dscores_ + short_.tile_at(i, j);
     memset(tile + rows * kTile, 0, (round_up(rows, kLanes) - rows) * kTile * sizeof(float));
   }
 
@@ -138,12 +138,12 @@ class ShortBackward {
     const int rows = short_.blocks[i].count, columns = short_.blocks[j].count;
     const bool mirrored = short_.sees_some(j, i);
     short_.put_weights(i, j, nullptr);
-    put_gradients(i, j, mirrored);
+    put_dscores(i, j, mirrored);
     accumulate<T, Order::columns>(short_.out + j * kTile * tiles.row_width, tiles.row_width, columns, rows,
-                                  short_.operand, dout_rows_ + tiles.rows_at(i), nullptr, &gradient_,
+                                  short_.operand, dout_rows_ + tiles.rows_at(i), nullptr, &dscore_tile_,
                                   short_.key_rows + tiles.rows_at(i), tiles.ahead);
     if (i == j) return;
-    accumulate<T, Order::rows>(short_.out + i * kTile * tiles.row_width, tiles.row_width, rows, columns, gradient_,
+    accumulate<T, Order::rows>(short_.out + i * kTile * tiles.row_width, tiles.row_width, rows, columns, dscore_tile_,
                                short_.key_rows + tiles.rows_at(j), nullptr, nullptr, nullptr, tiles.ahead);
     if (!mirrored) return;
     short_.put_weights(j, i, nullptr);
@@ -153,9 +153,9 @@ class ShortBackward {
   }
 
   // G_ij + G_ji of tile (i, j).
-  void put_gradients(int i, int j, bool mirrored) {
+  void put_dscores(int i, int j, bool mirrored) {
     const int rows = short_.blocks[i].count, columns = short_.blocks[j].count;
-    const float *const from = gradients_ + short_.tile_at(i, j), *const image = gradients_ + short_.tile_at(j, i);
+    const float *const from = dscores_ + short_.tile_at(i, j), *const image = dscores_ + short_.tile_at(j, i);
     for (int r = 0; mirrored && r < rows; r += kLanes) {
       for (int c = i == j ? r : 0; c < columns; c += kLanes) {
         transpose_block(image + c * kTile + r, kTile, mirror_ + r * kTile + c, kTile);
@@ -167,16 +167,16 @@ class ShortBackward {
         const int at = (r0 + r) * kTile + (v0 + v) * kLanes;
         g = mirrored ? load(from + at) + load(mirror_ + at) : load(from + at);
       });
-      gradient_.put(x, r0, v0);
+      dscore_tile_.put(x, r0, v0);
     });
-    gradient_.complete(rows, columns, i == j);
+    dscore_tile_.complete(rows, columns, i == j);
   }
 
   ShortHead<T> short_;
   float *dout_panels_, *dout_rows_;
-  float* gradients_;  // of all tiles: products, then G
+  float* dscores_;  // (tiles, kTile, kTile): products, then G
   float* mirror_;
-  WeightTile<T> gradient_;
+  WeightTile<T> dscore_tile_;
 };
 
 }  // namespace

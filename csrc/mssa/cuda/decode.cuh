@@ -25,7 +25,7 @@ struct Step : mssa::Problem {
 // A lane's part of a row of whole packs: VECTORS of them.
 template <class T, int VECTORS>
 struct Slice {
-  Pack<T> pack[VECTORS];
+  Pack<T> pack[VECTORS];  // (VECTORS packs,) per lane: every c.lanes-th of the row
 
   CRATE_DEVICE void load(const View<T>& t, int row, bool exists, int lane, const Step& c) {
     unroll<VECTORS>([&](int v) {
@@ -73,7 +73,7 @@ CRATE_DEVICE void attend(Attention<VECTORS * Pack<T>::kCount> (&state)[TOKENS],
     row[u].load(rows, key, key < stop, lane, c);
   });
   unroll<TOKENS>([&](int n) {
-    float p[KEYS] = {};
+    float p[KEYS] = {};  // (KEYS,) per slot: scores of one token
     unroll<kChannels>([&](int d) {
       const float q = token[n].at(d);
       unroll<KEYS>([&](int u) { p[u] += q * row[u].at(d); });

@@ -67,11 +67,11 @@ CRATE_DEVICE bool scale_gradients(const HeadCall& call, const Head& head, const 
       for (int panel = 0; panel < S::kPanels; ++panel) {
         const int channel = 64 * panel + 8 * chunk;
         const uint32_t at = g + panel * S::kPanel + chunk_at(row, chunk);
-        uint4 outs = {0, 0, 0, 0};
+        uint4 out_pack = {0, 0, 0, 0};
         if (there && channel < call.head_dim) {
-          outs = *reinterpret_cast<const uint4*>(out + row * call.out.row + channel);
+          out_pack = *reinterpret_cast<const uint4*>(out + row * call.out.row + channel);
         }
-        store_shared_4(at, scaled.add(load_shared_4(at), outs, load_shared_4(at - S::kTokens), inverse));
+        store_shared_4(at, scaled.add(load_shared_4(at), out_pack, load_shared_4(at - S::kTokens), inverse));
       }
     }
     scaled.finish();

@@ -76,7 +76,7 @@ template <class S>
 CRATE_DEVICE void finish_rows(const HeadCall& call, int index, const HeadOutput<S>& output, int first) {
   const HeadPlace at = output.at;
   const int lane = at.lane(), own = first + 16 * at.warp;
-  float inverse[2];
+  float inverse[2];  // of the thread's two rows
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float exact = output.exact[half];
@@ -105,7 +105,7 @@ CRATE_DEVICE void finish_tail(const HeadCall& call, int index, const HeadOutput<
   using T = typename S::T;
   const HeadPlace at = output.at;
   const uint32_t one = pack_pair<T>(1.0f, 1.0f), columns = at.base + S::kColumnsAt;
-  uint32_t ones[4] = {one, one, one, one};
+  uint32_t ones[4] = {one, one, one, one};                    // (64, 16) per warp group
   float sums[S::kPanels][S::kTail / 2], total[S::kTail / 2];  // (64 kPanels channels, kTail rows), (64, kTail)
   wgmma_fence();
 #pragma unroll
@@ -126,7 +126,7 @@ CRATE_DEVICE void finish_tail(const HeadCall& call, int index, const HeadOutput<
   pin(total), pin(ones);
 #pragma unroll
   for (int panel = 0; panel < S::kPanels; ++panel) pin(sums[panel]);
-  float inverse[S::kTail / 4];
+  float inverse[S::kTail / 4];  // (kTail,) per quad: of the thread's rows of the tail
   const int lane = at.lane();
 #pragma unroll
   for (int i = 0; i < S::kTail / 4; ++i) {

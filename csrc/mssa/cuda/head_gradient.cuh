@@ -193,7 +193,7 @@ struct HeadGradient {
     pack_sums<T, kWidth>(a, sums.t);
     if constexpr (COLUMN >= 64 * S::kBlocks) {
       if constexpr (!S::kCausal) {
-        float columns[kWidth / 2];
+        float columns[kWidth / 2];  // (64, kWidth) per warp group
 #pragma unroll
         for (int i = 0; i < kWidth / 2; ++i) columns[i] = sums.s[i];
         weigh_columns<COLUMN, kWidth, kSide>(columns, behind);
@@ -246,7 +246,7 @@ struct HeadGradient {
   CRATE_DEVICE void sum_deltas(const HeadCall& call, int index, int first, bool tail, float unit) {
     const Head head(call, index);
     left = w + first * kRowBytes;
-    float total[2] = {0.0f, 0.0f}, products[2] = {0.0f, 0.0f};
+    float total[2] = {0.0f, 0.0f}, products[2] = {0.0f, 0.0f};  // of the thread's two rows
     const int row = first + 16 * at.warp + (at.lane() >> 2);
 #pragma unroll 1
     for (int column = 0; column < head.length; column += 16) {

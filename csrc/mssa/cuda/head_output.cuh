@@ -148,12 +148,12 @@ struct HeadOutput {
       if (row >= 64) bits = load_shared_4(partial);
       float sums[4] = {__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z),
                        __uint_as_float(bits.w)};
-      uint32_t to[4];
+      uint32_t to[4];  // (16, 16) per warp: weights, rounded
 #pragma unroll
       for (int n = 2 * kk; n < 2 * kk + 2; ++n) {
         const float2 norm = load_shared_2(at.base + S::kNorms + 4 * COLUMN + n * 32 + (lane & 3) * 8);
         const float of[2] = {norm.x + raise, norm.y + raise};
-        float weights[4];
+        float weights[4];  // (16, 8) per warp
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int column = COLUMN + 8 * n + (lane & 3) * 2 + e % 2;
@@ -179,7 +179,7 @@ struct HeadOutput {
     wgmma_wait<(COLUMN > 0 && !(S::kCausal && COLUMN > 64 * S::kBlocks))>();
     pin(s);
     if constexpr (kNext < S::kRows) {
-      float next[width<kNext>() / 2];
+      float next[width<kNext>() / 2];  // (64, width<kNext>()) per warp group
       start<width<kNext>()>(next, kNext);
       add<FIRST, COLUMN>(s, row);
       walk<FIRST, kNext>(next, row);
@@ -195,7 +195,7 @@ struct HeadOutput {
   CRATE_DEVICE void attend(int row) {
     take_rows(row);
     exact[0] = exact[1] = 0.0f;
-    float s[width<0>() / 2];
+    float s[width<0>() / 2];  // (64, width<0>()) per warp group
     start<width<0>()>(s, 0);
     walk<FIRST, 0>(s, row);
   }
@@ -249,7 +249,7 @@ struct HeadOutput {
   CRATE_DEVICE void put_tail() {
     if constexpr (FIRST < S::kTail) {
       constexpr int kBegin = 64 * S::kBlocks + FIRST, kWidth = width<kBegin>();
-      float s[kWidth / 2];
+      float s[kWidth / 2];  // (64, kWidth) per warp group
       const int row = S::kRows - 64 + 16 * at.warp;
       start<kWidth>(s, kBegin);
       wgmma_wait<0>();

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(128) long_delta_kernel(const __grid_constant__
   const float2 of_head = call.of_head[index];
   load_tokens<Tile>(call, head, call.w, base, nullptr, first);
   load_tokens<Tile>(call, head, call.scaled, base + S::kTokens, nullptr, first);
-  float total[2] = {0.0f, 0.0f}, products[2] = {0.0f, 0.0f};
+  float total[2] = {0.0f, 0.0f}, products[2] = {0.0f, 0.0f};  // of the thread's two rows
   const int row = first + 16 * warp + (lane >> 2), end = causal ? min(head.length, first + 64) : head.length;
 #pragma unroll 1
   for (int column = 0; column < end; column += S::kTile) {

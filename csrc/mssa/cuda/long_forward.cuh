@@ -14,7 +14,7 @@ namespace crate_kernels::mssa {
 // tile; the largest of each tile; and that nothing is left.
 template <class T, int DIM>
 __global__ void __launch_bounds__(kLongTile) long_measure_kernel(const __grid_constant__ LongCall call) {
-  __shared__ float squares[kLongTile], of_warp[kLongTile / kWarp];
+  __shared__ float squares[kLongTile], of_warp[kLongTile / kWarp];  // by token; by warp
   const int tiles = (call.seqlen + kLongTile - 1) / kLongTile;
   const int index = blockIdx.x / tiles, tile = blockIdx.x % tiles, id = threadIdx.x, chunk = id & 7;
   if (tile == 0 && id == 0) call.left[index] = 0;
@@ -150,7 +150,7 @@ struct LongOutput {
         }
       }
     }
-    float more[2] = {0.0f, 0.0f};
+    float more[2] = {0.0f, 0.0f};  // of the thread's two rows
 #pragma unroll
     for (int i = 0; i < S::kTile / 2; ++i) {
       s[i] = exp2_fast(s[i]);
@@ -194,7 +194,7 @@ struct LongOutput {
   // out of the rows, and their lse.
   CRATE_DEVICE void finish(int index, const Head& head) {
     const int lane = at.lane();
-    float inverse[2];
+    float inverse[2];  // of the thread's two rows
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float total = exact[half];

@@ -13,7 +13,7 @@ constexpr int kRangeNumbers = 4;
 // Measures each tile, and writes that nothing is left.
 template <class T, int DIM>
 __global__ void __launch_bounds__(kLongTile) long_range_kernel(const __grid_constant__ LongCall call) {
-  __shared__ float of_warp[kLongTile / kWarp][3];
+  __shared__ float of_warp[kLongTile / kWarp][3];  // (warps, 3): maximum, minimum, largest |g|
   const int tiles = (call.seqlen + kLongTile - 1) / kLongTile;
   const int index = blockIdx.x / tiles, tile = blockIdx.x % tiles, id = threadIdx.x, chunk = id & 7;
   if (tile == 0 && id == 0) call.left[index] = 0;

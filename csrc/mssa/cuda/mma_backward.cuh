@@ -73,6 +73,7 @@ struct Gradient {
   CRATE_DEVICE void add_rows(const Problem& call, const Head& head, const uint8_t* mask, uint64_t seed,
                              const RowTile<T>& tile, int row, int other, Terms terms, Roles roles) {
     const int group = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
+    // (16 ROWS16, 16) per warp: w_j.w_i, w_j.dout_i, dout_j.w_i
     float s[ROWS16][2][4] = {}, dp[ROWS16][2][4] = {}, dt[ROWS16][2][4] = {};
     if (terms.products && roles.query) {
       scores<true>(s, dt, tile.w);

@@ -73,7 +73,7 @@ CRATE_DEVICE void pair_weights(uint32_t (&p)[4], const Own<T, DIM, 1, true>& own
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   float s[2][4] = {};  // (16, 16) per warp
   unroll<DIM / 16>([&](int k) {
-    uint32_t b[2][2];
+    uint32_t b[2][2];  // (16, 16): 16 channels of the tile's rows
     right_transposed<DIM>(b, tile, k);
     add_pair<T>(s[0], s[1], own.fragments[0][k], b);
   });
@@ -116,7 +116,7 @@ CRATE_DEVICE void attend_pairs(RowState<T, DIM, 1>& state, const Own<T, DIM, 1, 
     __syncthreads();
     const int j = (i + count - step) % count;
     if (has_pair(j, step)) {
-      uint32_t p[1][4];
+      uint32_t p[1][4];  // (16, 16) per warp: the pair's weights, transposed
       left_transposed<16>(p[0], weights + j * 256, 0);
       add_weighted<T, DIM>(state, sums, p, tiles + j * 16 * DIM);
     }

@@ -151,7 +151,7 @@ CRATE_DEVICE void finish_rows(const RowState<T, DIM, ROWS16>& state, T* tile, co
   const int lane = threadIdx.x % kWarp;
   __syncwarp();
   unroll<ROWS16>([&](int m) {
-    float factor[2];
+    float factor[2];  // of the lane's two rows
     unroll<2>([&](int half) {
       const float sum = state.sum[m][half];
       const int at = row + 16 * m + lane / 4 + 8 * half;

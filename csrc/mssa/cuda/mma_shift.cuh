@@ -47,6 +47,7 @@ template <class T>
 CRATE_DEVICE void put_norms(const Problem& call, const Head& head, int first) {
   const int lane = threadIdx.x % kWarp, row = first + lane / 4;
   const View<const T> w = head.view<const T>(call, call.inputs.w), dout = head.view<const T>(call, call.inputs.dout);
+  // of the lane's two rows; of all it has seen
   float of_w[2] = {}, of_dout[2] = {}, max_w = 1.0f, max_dout = 0.0f, max_dlse = 0.0f;
 #pragma unroll 1
   for (int c = 2 * (lane % 4); c < call.access.head_dim; c += 8) {
@@ -71,7 +72,7 @@ CRATE_DEVICE void put_norms(const Problem& call, const Head& head, int first) {
 
 // A lane's share of two rows: what their roundings are found from.
 struct Rounding {
-  float squares[2] = {}, out[2] = {}, dout = 0.0f;
+  float squares[2] = {}, out[2] = {}, dout = 0.0f;  // by row of the two
 
   template <class T>
   CRATE_DEVICE void add(const uint32_t (&dout_bits)[4], const uint32_t (&out_bits)[4]) {
@@ -108,7 +109,7 @@ CRATE_DEVICE void shift_rows(const Problem& call, float (&share)[2]) {
     const View<const T> out = head.view<const T>(call, call.outputs.out);
     Rounding rounding;
     for (int c = 2 * t; c < call.access.head_dim + 2 * t; c += 16) {
-      uint32_t a[4], b[4];
+      uint32_t a[4], b[4];  // (16, 16) per warp: 16 channels of dout and of out
       unroll<4>([&](int i) {
         a[i] = channel_pair(call, head, dout, row + i % 2 * 8, c + i / 2 * 8);
         b[i] = channel_pair(call, head, out, row + i % 2 * 8, c + i / 2 * 8);
@@ -156,7 +157,7 @@ CRATE_DEVICE void summed_shift_rows(const Problem& call, const bool (&wanted)[2]
     float s[2][4] = {}, d[2][4] = {};  // (16, kShiftColumns) per warp: w_i.w_j, dout_i.w_j
 #pragma unroll 2
     for (int k = 0; k < DIM / 16; ++k) {
-      uint32_t a[4], b[2][2];
+      uint32_t a[4], b[2][2];  // (16, 16): 16 channels of own rows; of the tile's rows
       right_transposed<DIM>(b, tile, k);
       left<DIM>(a, own_w + warp_row * DIM, k);
       add_pair<T>(s[0], s[1], a, b);
@@ -168,7 +169,7 @@ CRATE_DEVICE void summed_shift_rows(const Problem& call, const bool (&wanted)[2]
         call.masking.seed == nullptr ? ~0u : kept_bits<kShiftColumns>(seed, call, head, row, key, false);
     unroll<2>([&](int half) {
       const int query = row + r + 8 * half;
-      float score[4], maximum = -INFINITY;
+      float score[4], maximum = -INFINITY;  // (kShiftColumns,) per quad
       unroll<4>([&](int i) {
         const int j = key + i / 2 * 8 + 2 * t + i % 2;
         const bool seen = (j < head.length) & sees(call.mask, query, j) & (is_key >> i);
@@ -223,7 +224,7 @@ CRATE_DEVICE void shift_block(const Problem& call) {
   }
   bool wanted[2] = {true, true};
   if (call.masking.seed == nullptr || !call.products) {
-    float share[2] = {};
+    float share[2] = {};  // of the lane's two rows
     shift_rows<T>(call, share);
     unroll<2>([&](int half) { wanted[half] = share[half] > 1.0f; });
     if (__syncthreads_count(wanted[0] || wanted[1]) == 0) return;

@@ -100,7 +100,7 @@ CRATE_DEVICE void left_transposed(uint32_t (&a)[4], const T* tile, int k) {
 template <int DIM, class T>
 CRATE_DEVICE void right_transposed(uint32_t (&b)[2][2], const T* tile, int k) {
   const int lane = threadIdx.x % kWarp;
-  uint32_t r[4];
+  uint32_t r[4];  // (16, 16) per warp
   ldmatrix_x4(r, tile + tile_offset<DIM>(lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
   b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
 }
@@ -109,7 +109,7 @@ CRATE_DEVICE void right_transposed(uint32_t (&b)[2][2], const T* tile, int k) {
 template <int DIM, class T>
 CRATE_DEVICE void right(uint32_t (&b)[2][2], const T* tile, int k) {
   const int lane = threadIdx.x % kWarp;
-  uint32_t r[4];
+  uint32_t r[4];  // (16, 16) per warp
   ldmatrix_x4_trans(r, tile + tile_offset<DIM>(lane % 16, 2 * k + lane / 16));
   b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
 }
@@ -147,7 +147,7 @@ CRATE_DEVICE void add_pair(float (&first)[4], float (&second)[4], const uint32_t
 template <class T, int DIM, int ROWS16>
 CRATE_DEVICE void add_rows(float (&acc)[ROWS16][DIM / 8][4], const uint32_t (&p)[ROWS16][4], const T* tile) {
   unroll<DIM / 16>([&](int k) {
-    uint32_t b[2][2];
+    uint32_t b[2][2];  // (16, 16): 16 rows, 16 channels
     right<DIM>(b, tile, k);
     unroll<ROWS16>([&](int m) { add_pair<T>(acc[m][2 * k], acc[m][2 * k + 1], p[m], b); });
   });

@@ -213,10 +213,10 @@ CRATE_DEVICE void add_weighted(float (&sum)[kPart][kColumns], const float* weigh
   const float* const columns = tile + 4 * t.column;
 #pragma unroll 1
   for (int n = 0; n < count; n += 4) {
-    float p[kPart][4];
+    float p[kPart][4];  // (kPart rows, 4 keys) per thread
     unroll<kPart>([&](int i) { load4(row + 4 * i * kWeightPitch + n, p[i]); });
     unroll<4, kChunk / 32>([&](int u, int m) {
-      float v[4];
+      float v[4];  // (4 channels,) of a key
       load4(columns + (n + u) * kPitch + 32 * m, v);
       unroll<kPart, 4>([&](int i, int k) { sum[i][4 * m + k] += p[i][u] * v[k]; });
     });

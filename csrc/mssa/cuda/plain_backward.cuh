@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
   const Thread t;
   // With more than one chunk, the memory of the owned rows is free once the scores are known.
   float* const second = CHUNKS > 1 ? own_w + t.warp_row * (kPitch - kWeightPitch) : weights;
-  Numbers own[kPart];
+  Numbers own[kPart];  // of the thread's rows
   bool own_is_key[kPart];
   unroll<kPart>([&](int n) {
     const int j = start + t.row_at(n);
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads, 2) mssa_plain_bwd_kernel(Problem c) 
       if (c.values) stage<kTile>(c, tile_dout, dout_at, first, others.length, channel);
       __syncthreads();
       if (!are_keys && !are_queries) continue;
-      float sum[kPart][kPart] = {};
+      float sum[kPart][kPart] = {};  // (kOwned, kTile) per block, of a chunk
       if (!c.products) {
         add_products<false, false>(sum, as_key, as_query, own_w, own_dout, tile_w, tile_dout, t, channels);
       } else if (are_keys && are_queries) {

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_delta_kernel(Problem c) {
     if (threadIdx.x >= kOwned) continue;
     const int channels = channels_of(c, chunk);
     for (int d = 0; d < channels; d += 4) {
-      float a[4], b[4];
+      float a[4], b[4];  // (4 channels,) of a row of dout and of out
       load4(dout + threadIdx.x * kPitch + d, a);
       load4(out + threadIdx.x * kPitch + d, b);
       unroll<4>([&](int k) {
@@ -54,7 +54,7 @@ CRATE_DEVICE void add_products(float (&s)[kPart][kPart], float (&as_key)[kPart][
                                const Thread& t, int channels) {
 #pragma unroll 1
   for (int c = 0; c < channels; c += 4) {
-    float w[kPart][4], dout[kPart][4], wi[kPart][4];
+    float w[kPart][4], dout[kPart][4], wi[kPart][4];  // (kPart rows, 4 channels) per thread
     unroll<kPart>([&](int n) {
       load4(own_w + t.row_at(n) * kPitch + c, w[n]);
       if (QUERY) load4(own_dout + t.row_at(n) * kPitch + c, dout[n]);
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_measure_kernel(Problem c)
   const int begin = keys.first / kTile * kTile;
   const int chunks = (c.access.head_dim + kChunk - 1) / kChunk;
   const Thread t;
-  Softmax row[kPart];
+  Softmax row[kPart];  // of the thread's rows
   float delta[kPart] = {};
   for (int first = begin; first < keys.stop; first += kTile) {
     float s[kPart][kPart] = {}, d[kPart][kPart] = {}, none[kPart][kPart] = {};  // (kOwned, kTile) per block
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_measure_kernel(Problem c)
       }
       stage<kTile>(c, tile, w_at, first, h.length, chunk * kChunk);
       __syncthreads();
-      float sum[kPart][kPart] = {};
+      float sum[kPart][kPart] = {};  // (kOwned, kTile) per block, of a chunk
       add_products<false, true>(sum, none, d, own_w, own_dout, tile, nullptr, t, channels_of(c, chunk));
       add_sum(s, sum);
     }

@@ -11,7 +11,7 @@ CRATE_DEVICE void add_scores(float (&s)[kPart][kPart], const float* own, const f
                              int channels) {
 #pragma unroll 1
   for (int c = 0; c < channels; c += 4) {
-    float a[kPart][4], b[kPart][4];
+    float a[kPart][4], b[kPart][4];  // (kPart rows, 4 channels) per thread, of own rows and of the tile's
     unroll<kPart>([&](int n) {
       load4(own + t.row_at(n) * kPitch + c, a[n]);
       load4(tile + t.column_at(n) * kPitch + c, b[n]);
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
   const int first_chunk = place.group * CHUNKS;
   const int chunks = CHUNKS == 1 ? 1 : (c.access.head_dim + kChunk - 1) / kChunk;
   const Thread t;
-  Softmax row[kPart];
+  Softmax row[kPart];                       // of the thread's rows
   float acc[CHUNKS][kPart][kColumns] = {};  // (kOwned, CHUNKS kChunk) per block
 
   const int passes = c.select ? 2 : 1;
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
       }
       --staged;
 
-      float shrink[kPart] = {};
+      float shrink[kPart] = {};  // of the thread's rows
       if (active) {
         bool is_key[kPart];
         unroll<kPart>([&](int j) {
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kThreads) mssa_plain_fwd_kernel(Problem c) {
     });
     return;
   }
-  float factor[kPart];
+  float factor[kPart];  // of the thread's rows
   unroll<kPart>([&](int i) {
     const float sum = passes == 2 ? row[i].sum : row_sum(row[i].sum);
     const bool empty = sum == 0.0f;

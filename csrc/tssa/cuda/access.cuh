@@ -147,10 +147,10 @@ CRATE_DEVICE void sum_columns(const TssaProblem& p, int rows, float* scratch, fl
   const int threads = static_cast<int>(blockDim.x), spread = threads / (p.width / N);
   float* const to = spread > 1 ? scratch : sums;
   each_column<N>(p, [&](int h, int d, int group, int groups) {
-    float acc[N] = {};
+    float acc[N] = {};  // (N channels,) per thread
 #pragma unroll 2
     for (int n = group; n < rows; n += groups) {
-      float values[N];
+      float values[N];  // (N channels,) of a token
       terms(n, h, d, values);
 #pragma unroll
       for (int i = 0; i < N; ++i) acc[i] += values[i];
@@ -189,7 +189,7 @@ CRATE_DEVICE void sum_channels(const TssaProblem& p, Terms terms, Store store) {
     Sum total = 0;
     if (h < p.nheads) {
       for (int v = own; v < per_head; v += p.lanes) {
-        float values[N], some = 0.0f;
+        float values[N], some = 0.0f;  // (N channels,) of a token
         terms(h, v * N, values);
 #pragma unroll
         for (int i = 0; i < N; ++i) some += values[i];

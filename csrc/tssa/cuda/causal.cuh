@@ -118,7 +118,7 @@ CRATE_DEVICE void causal_energies(const TssaProblem& p, const Access& access, co
     float acc[N] = {};  // channels of the thread's vector
 #pragma unroll 4
     for (int n = 0; n < rows; ++n) {
-      float x[N];
+      float x[N];  // (N channels,) of a token
       access.load(w, n, h, d, x);
       const float counted = enters_sums(key_mask, n);
 #pragma unroll

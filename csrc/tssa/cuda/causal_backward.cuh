@@ -188,6 +188,7 @@ CRATE_DEVICE TssaThrough through_moment(float x, float g, float member, float mo
 template <class Access>
 struct TssaBackTokens {
   static constexpr int N = Access::kCount;
+  // (kBackTile tokens, N channels) per thread; of its head
   float x[kBackTile][N], g[kBackTile][N], moment[kBackTile][N], energy[kBackTile][N], mass[kBackTile];
 
   CRATE_DEVICE TssaBackTokens(const TssaBackSide<Access>& side, const TssaMarks<Access>& marks, int tile, int v, int h,

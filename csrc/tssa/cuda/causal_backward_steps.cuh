@@ -14,7 +14,7 @@ CRATE_DEVICE void causal_totals(const TssaBackSide<Access>& side, float* sums) {
     TssaRunning<N> own = {};
 #pragma unroll 4
     for (int n = 0; n < side.s.rows(); ++n) {
-      float x[N];
+      float x[N];  // (N channels,) of a token
       side.access.load(side.w, n, h, d, x);
       own.add(x, side.members(n, h), enters_sums(side.key_mask, n));
     }
@@ -37,7 +37,7 @@ CRATE_DEVICE void causal_dmoment(const TssaBackSide<Access>& side, float* sums) 
     const int column = h * p.head_dim + d;
     const float mass_before = side.masses[h] + kMassFloor;
     TssaRunning<N> own = {};
-    float dmoment[N] = {}, dmass = 0.0f;
+    float dmoment[N] = {}, dmass = 0.0f;  // (N channels,) per thread; of its head
     for (int tile = 0; tile < side.s.rows(); tile += kBackTile) {
       const uint32_t kept = side.kept(tile, kBackTile, h, d);
       float x[kBackTile][N], g[kBackTile][N];  // (kBackTile tokens, N channels) per thread
@@ -105,7 +105,7 @@ CRATE_DEVICE void causal_dlogit(const TssaBackSide<Access>& side, float* sums, f
     each_vector<N>(p, [&](int v, int h, int d) {
       const int column = h * p.head_dim + d;
       const TssaBackTokens<Access> t(side, marks, tile, v, h, d);
-      float later[N];
+      float later[N];  // (N channels,) per thread: dM of the tokens behind
 #pragma unroll
       for (int i = 0; i < N; ++i) later[i] = dmoment[column + i];
 #pragma unroll
@@ -193,7 +193,7 @@ CRATE_DEVICE void causal_dw(const TssaBackSide<Access>& side) {
     const int column = h * p.head_dim + d;
     const float temp = p.temp[h];
     marks.mark(v, h, d);
-    float dmoment[N], denergy[N];
+    float dmoment[N], denergy[N];  // (N channels,) per thread, of the tokens behind
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       dmoment[i] = at_or_zero(side.dmoments, column + i);

@@ -57,7 +57,7 @@ CRATE_DEVICE void ratios_of_tile(const TssaProblem& p, const Access& access, con
   const int vectors = p.width / N;
   each_vector<N>(p, [&](int v, int h, int d) {
     const int column = h * p.head_dim + d;
-    float before[N], sum[N];
+    float before[N], sum[N];  // (N channels,) per thread
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       before[i] = before_chunk[column + i];
@@ -65,7 +65,7 @@ CRATE_DEVICE void ratios_of_tile(const TssaProblem& p, const Access& access, con
     }
 #pragma unroll 1
     for (int part = 0; part < kCausalTile && tile + part < rows; part += kCausalAhead) {
-      float x[kCausalAhead][N];
+      float x[kCausalAhead][N];  // (kCausalAhead tokens, N channels) per thread
       load_ahead(access, w, tile + part, rows, h, d, x);
 #pragma unroll
       for (int r = 0; r < kCausalAhead; ++r) {
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(512, 1) tssa_causal_fwd_members_kernel(TssaFor
       for (int i = 0; i < N; ++i) running.sum[i] = moment[column + i];
 #pragma unroll 1
       for (int part = 0; part < count; part += kCausalAhead) {
-        float x[kCausalAhead][N];
+        float x[kCausalAhead][N];  // (kCausalAhead tokens, N channels) per thread
         load_ahead(access, w, tile + part, rows, h, d, x);
         const uint32_t kept = alone ? kept_elements<N>(p, s, tile + part, kCausalAhead, h, d) : 0;
 #pragma unroll

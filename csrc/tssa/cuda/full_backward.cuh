@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(256, 1) tssa_full_bwd_chunk_kernel(TssaBackwar
       clear_uncovered(p, access, b.dw, nullptr, s);
     }
     write_dw(p, access, w, dout, members, dlogit, key_mask, part_of(p, b.dw, s), s.rows(), [&](int h, int d, auto& of) {
-      float gate[Access::kCount];
+      float gate[Access::kCount];  // channels of the thread's vector
       channel_gates(p, s.index, h, d, moment_of, gate);
       for (int i = 0; i < Access::kCount; ++i) {
         const int column = h * p.head_dim + d + i;

@@ -12,7 +12,7 @@ CRATE_DEVICE void product_sums(const TssaProblem& p, const Access& access, const
                                float* sums) {
   constexpr int N = Access::kCount;
   sum_columns<N>(p, rows, scratch, sums, [&](int n, int h, int d, float (&values)[N]) {
-    float g[N];
+    float g[N];  // (N channels,) of a token
     access.load(w, n, h, d, values);
     access.load(dout, n, h, d, g);
     const float member = members(n, h);
@@ -30,7 +30,7 @@ CRATE_DEVICE void through_gate(const TssaProblem& p, const Access& access, const
   const int warps = blockDim.x / kWarp;
   for (int n = threadIdx.x / kWarp; n < rows; n += warps) {
     const auto products = [&](int h, int d, float (&values)[N]) {
-      float g[N];
+      float g[N];  // (N channels,) of a token
       access.load(w, n, h, d, values);
       access.load(dout, n, h, d, g);
 #pragma unroll
@@ -132,7 +132,7 @@ CRATE_DEVICE void write_dw(const TssaProblem& p, const Access& access, const Tss
     TssaSlopes of[N];  // channels of the thread's vector
     slopes(h, d, of);
     for (int n = group; n < rows; n += groups) {
-      float x[N], g[N];
+      float x[N], g[N];  // (N channels,) of a token
       access.load(w, n, h, d, x);
       access.load(dout, n, h, d, g);
       const float member = members(n, h), gradient = dlogit(n, h), counted = enters_sums(key_mask, n),

@@ -58,7 +58,7 @@ CRATE_DEVICE void softmax_backward_of_heads(const float* moments, const float* d
                                             float counted, const TssaRows& dmembership, int n, int first, bool own,
                                             float* dlogit) {
   constexpr int kOfLane = S::kOfLane;
-  float d[kOfLane];
+  float d[kOfLane];  // (kOfLane heads,) of a token
 #pragma unroll
   for (int j = 0; j < kOfLane; ++j) {
     const int h = first + j;
@@ -104,14 +104,14 @@ __global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
     });
     __syncthreads();
     {
-      float acc[8] = {}, gate[8], mass = 0.0f;
+      float acc[8] = {}, gate[8], mass = 0.0f;  // (8 channels,) per thread; of its head
       get_vector(gates + v.column(), gate);
       const auto products = [&](int first, int end) {
         uint32_t from = w.address + first * w.pitch, from_g = dout.address + first * dout.pitch;
         float* to = scratch + place;
 #pragma unroll 2
         for (int n = first + v.group; n < end; n += S::kGroups) {
-          float x[8], g[8], even = 0.0f, odd = 0.0f;
+          float x[8], g[8], even = 0.0f, odd = 0.0f;  // (8 channels,) of a token
           load_vector<T>(from, x);
           load_vector<T>(from_g, g);
           const float member = members[n * HEADS + v.head];
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
     __syncthreads();
     mass_gradient(p, dmoment, dmass, [&](int h, int d) { return moments[h * HEAD_DIM + d]; });
     {
-      float of[8];
+      float of[8];  // (8 channels,) per thread: dM
       get_vector(dmoment + v.column(), of);
       const TssaRows dmembership = optional_rows_of(p, b.dmembership, s);
       const auto gradients = [&](int first, int end) {
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
         float* to = scratch + place;
 #pragma unroll 4
         for (int n = first + v.group; n < end; n += S::kGroups) {
-          float x[8], even = 0.0f, odd = 0.0f;
+          float x[8], even = 0.0f, odd = 0.0f;  // (8 channels,) of a token
           load_vector<T>(from, x);
 #pragma unroll
           for (int i = 0; i < 8; i += 2) {
@@ -176,14 +176,14 @@ __global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
       });
     }
     {
-      float acc[8] = {}, inverse[8];
+      float acc[8] = {}, inverse[8];  // (8 channels,) per thread
       get_vector(energies + v.column(), inverse);
 #pragma unroll
       for (int i = 0; i < 8; ++i) inverse[i] = inverse_of(floored(inverse[i], kFullFloor));
       uint32_t from = w.address;
 #pragma unroll 4
       for (int n = v.group; n < rows; n += S::kGroups, from += w.step) {
-        float x[8];
+        float x[8];  // (8 channels,) of a token
         load_vector<T>(from, x);
         const float gradient = dlogit[n * HEADS + v.head];
 #pragma unroll
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
     __syncthreads();
     if (s.chunk == 0) temp_gradient(p, first, b.dtemp + static_cast<int64_t>(index) * HEADS);
     {
-      float gate[8], of[8], twice[8], mean[8];
+      float gate[8], of[8], twice[8], mean[8];  // (8 channels,) per thread
       get_vector(gates + v.column(), gate);
       get_vector(dmoment + v.column(), of);
       get_vector(first + v.column(), mean);
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
       uint32_t from = w.address, from_g = dout.address;
 #pragma unroll 2
       for (int n = v.group; n < rows; n += S::kGroups, to += ahead) {
-        float x[8], g[8];
+        float x[8], g[8];  // (8 channels,) of a token
         load_vector<T>(from, x);
         load_vector<T>(from_g, g);
         const float member = members[n * HEADS + v.head], gradient = dlogit[n * HEADS + v.head],

@@ -36,11 +36,11 @@ __global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
     if constexpr (MASKED) __syncthreads();
     fetch.wait(buffer, phase);
     {
-      float acc[8] = {};
+      float acc[8] = {};  // (8 channels,) per thread
       uint32_t from = place.address;
 #pragma unroll 4
       for (int n = v.group; n < rows; n += S::kGroups, from += place.step) {
-        float x[8];
+        float x[8];  // (8 channels,) of a token
         load_vector<T>(from, x);
         const float counted = key_weight<S>(key_weights, n);
 #pragma unroll
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
     const bool seen = !MASKED || total_of<S>(first + S::kWidth) > 0.0f;
     __syncthreads();
     {
-      float inverse[8];
+      float inverse[8];  // (8 channels,) per thread
       get_vector(channels + v.column(), inverse);
       const TssaRows stored = rows_of(p, f.membership, s);
       const auto ratios = [&](int first, int end) {
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
         uint32_t from = place.address + first * place.pitch;
 #pragma unroll 4
         for (int n = first + v.group; n < end; n += S::kGroups, from += place.step, to += S::kGroups * S::kRow) {
-          float x[8], even = 0.0f, odd = 0.0f;
+          float x[8], even = 0.0f, odd = 0.0f;  // (8 channels,) of a token
           load_vector<T>(from, x);
 #pragma unroll
           for (int i = 0; i < 8; i += 2) {
@@ -90,11 +90,11 @@ __global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
       });
     }
     {
-      float acc[8] = {}, mass = 0.0f;
+      float acc[8] = {}, mass = 0.0f;  // (8 channels,) per thread; of its head
       uint32_t from = place.address;
 #pragma unroll 4
       for (int n = v.group; n < rows; n += S::kGroups, from += place.step) {
-        float x[8];
+        float x[8];  // (8 channels,) of a token
         load_vector<T>(from, x);
         const float weight = members[n * HEADS + v.head] * key_weight<S>(key_weights, n);
         mass += weight;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
     });
     __syncthreads();
     {
-      float gate[8];
+      float gate[8];  // (8 channels,) per thread
       get_vector(channels + v.column(), gate);
       const TssaTokens out = part_of(p, f.out, s);
       T* to = reinterpret_cast<T*>(out.data) + out.at(v.group, v.head, v.channel);
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(THREADS, TOGETHER > 1 ? 1 : 768 / THREADS)
       uint32_t from = place.address;
 #pragma unroll 4
       for (int n = v.group; n < rows; n += S::kGroups, from += place.step, to += ahead) {
-        float x[8];
+        float x[8];  // (8 channels,) of a token
         load_vector<T>(from, x);
         const float member = -members[n * HEADS + v.head];
 #pragma unroll

@@ -193,7 +193,7 @@ template <class S, class Similarity>
 CRATE_DEVICE void softmax_of_heads(const float* by_vector, const float (&temp)[S::kOfLane], Similarity similarity,
                                    bool seen, int n, int first, bool own, const TssaRows& stored, float* members) {
   constexpr int kOfLane = S::kOfLane;
-  float power[kOfLane], largest = -INFINITY, sum = 0.0f;
+  float power[kOfLane], largest = -INFINITY, sum = 0.0f;  // (kOfLane heads,) of a token
 #pragma unroll
   for (int j = 0; j < kOfLane; ++j) {
     const int h = first + j;
@@ -222,7 +222,7 @@ CRATE_DEVICE void softmax_of_heads(const float* by_vector, const float (&temp)[S
 template <class S>
 CRATE_DEVICE void through_softmax(float (&d)[S::kOfLane], const float* members, int n, int first, bool own,
                                   float* dlogit) {
-  float member[S::kOfLane], mean[2] = {};
+  float member[S::kOfLane], mean[2] = {};  // (kOfLane heads,) of a token
 #pragma unroll
   for (int j = 0; j < S::kOfLane; ++j) member[j] = members[n * S::kHeads + first + j];
   // The mean is subtracted twice: see softmax_backward of heads.cuh.

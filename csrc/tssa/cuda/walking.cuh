@@ -98,7 +98,7 @@ CRATE_DEVICE int64_t step_sums_place(const TssaProblem& p, int index, int stride
 // Adds a step's `sum` to what is carried of four channels, and returns what was carried with `some` of the step.
 CRATE_DEVICE float4 carried(double* carry, float4 some, float4 sum, bool start) {
   const float parts[4] = {some.x, some.y, some.z, some.w}, sums[4] = {sum.x, sum.y, sum.z, sum.w};
-  float found[4];
+  float found[4];  // (4 columns,) per thread
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const double wide = start ? 0.0 : carry[j];

@@ -113,12 +113,12 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) tssa_causal_bwd_walkin
     __syncthreads();
     if (!forwards) drop_gradients<S>(p, s, v, own, tokens);
     {
-      float sums[8] = {}, unused = 0.0f;
+      float sums[8] = {}, unused = 0.0f;  // (8 channels,) per thread
       tokens.template add<false>(0, own.count, sums, unused);
       put_vector(energies + column, sums);
     }
     {
-      float sums[8] = {}, mass = 0.0f;
+      float sums[8] = {}, mass = 0.0f;  // (8 channels,) per thread; of its head
       tokens.template add<true>(0, own.count, sums, mass);
       put_vector(moments + column, sums);
       if (v.channel == 0) moments[of_head] = mass * kWalkScale;
@@ -143,11 +143,12 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) tssa_causal_bwd_walkin
     before_groups_of<S, S::kWidth>(own_energies, before == nullptr ? nullptr : before + S::kSums, energies);
     __syncthreads();
     {
+      // (8 channels,) per thread; of its head
       float running[8], acc[8] = {}, mass = moments[of_head] * (1.0f / kWalkScale);
       get_vector(moments + column, running);
 #pragma unroll 2
       for (int t = 0; t < own.count; ++t) {
-        float x[8], g[8], through[2] = {};
+        float x[8], g[8], through[2] = {};  // (8 channels,) of a token
         tokens.load(t, x);
         tokens.load_gradient(t, g);
         const float member = tokens.member(t), weight = member * tokens.counted(t), scaled = weight * kWalkScale;
@@ -185,10 +186,11 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) tssa_causal_bwd_walkin
     behind_groups<S, S::kSums>(first, carried_slopes, groups, start);
     __syncthreads();
     {
-      float later[8];
+      float later[8];  // (8 channels,) per thread, of the tokens behind
       get_vector(groups + column, later);
 #pragma unroll 1
       for (int tile = (own.count - 1) / kWalkTile * kWalkTile; tile >= 0; tile -= kWalkTile) {
+        // (8 channels,), (kWalkTile tokens, 8) per thread; (kWalkTile,) and the running one of its head
         float running[8], sums[kWalkTile][8], masses[kWalkTile], mass = moments[of_head] * (1.0f / kWalkScale);
         get_vector(moments + column, running);
         tokens.template add<true>(0, tile, running, mass);
@@ -203,7 +205,7 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) tssa_causal_bwd_walkin
         for (int r = kWalkTile - 1; r >= 0; --r) {
           const int t = tile + r;
           if (t >= own.count) continue;
-          float x[8], g[8], row[2] = {};
+          float x[8], g[8], row[2] = {};  // (8 channels,) of a token
           tokens.load(t, x);
           tokens.load_gradient(t, g);
           const float member = tokens.member(t), counted = tokens.counted(t), twice = 2.0f * member * counted,
@@ -228,7 +230,7 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) tssa_causal_bwd_walkin
       const float* const behind = groups + S::kWidth;
       each_row<S>(rows, [&](int n, int head, bool own_row) {
         const float counted = key_weight<S>(key_weights, n);
-        float d[S::kOfLane];
+        float d[S::kOfLane];  // (kOfLane heads,) of a token
 #pragma unroll
         for (int j = 0; j < S::kOfLane; ++j) {
           const int h = head + j;
@@ -245,12 +247,12 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) tssa_causal_bwd_walkin
     __syncthreads();
     const float* const dlogits = dlogit + own.first * HEADS + v.head;
     {
-      float running[8], acc[8] = {}, through_temp = 0.0f;
+      float running[8], acc[8] = {}, through_temp = 0.0f;  // (8 channels,) per thread; of its head
       get_vector(energies + column, running);
       const float* const bias = b.bias == nullptr ? nullptr : b.bias + v.head * b.bias_tokens + s.first + own.first;
 #pragma unroll 2
       for (int t = 0; t < own.count; ++t) {
-        float x[8], similarity = 0.0f;
+        float x[8], similarity = 0.0f;  // (8 channels,) of a token
         tokens.load(t, x);
         const float gradient = dlogits[t * HEADS], scale = tokens.counted(t) * kWalkScale;
 #pragma unroll
@@ -275,14 +277,14 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) tssa_causal_bwd_walkin
     behind_groups<S, S::kWidth>(second, carried_energies, groups, start);
     __syncthreads();
     {
-      float later[8];
+      float later[8];  // (8 channels,) per thread, of the tokens behind
       get_vector(groups + column, later);
       const float twice = 2.0f * p.temp[v.head];
       const TssaTokens dw = part_of(p, b.dw, s);
       T* const to = reinterpret_cast<T*>(dw.data) + dw.at(own.first, v.head, v.channel);
 #pragma unroll 1
       for (int tile = (own.count - 1) / kWalkTile * kWalkTile; tile >= 0; tile -= kWalkTile) {
-        float running[8], earlier[kWalkTile][8], unused = 0.0f;
+        float running[8], earlier[kWalkTile][8], unused = 0.0f;  // (8 channels,), (kWalkTile tokens, 8) per thread
         get_vector(energies + column, running);
         tokens.template add<false>(0, tile, running, unused);
 #pragma unroll
@@ -295,7 +297,7 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) tssa_causal_bwd_walkin
         for (int r = kWalkTile - 1; r >= 0; --r) {
           const int t = tile + r;
           if (t >= own.count) continue;
-          float x[8], part[8];
+          float x[8], part[8];  // (8 channels,) of a token
           tokens.load(t, x);
           parts.load(t, part);
           const float gradient = dlogits[t * HEADS] * kWalkScale, counted = tokens.counted(t),

@@ -78,7 +78,7 @@ struct TssaWalkingTokens {
   }
   template <bool WEIGHTED>
   CRATE_DEVICE void add_one(int t, float (&sums)[8], float& mass) const {
-    float x[8];
+    float x[8];  // (8 channels,) of a token
     load(t, x);
     const float weight = WEIGHTED ? member(t) * counted(t) : counted(t), scaled = weight * kWalkScale;
     mass += weight;
@@ -126,7 +126,7 @@ CRATE_DEVICE void drop_gradients(const TssaProblem& p, const TssaSpan& s, const 
 #pragma unroll 1
   for (int t = 0; t < own.count; ++t) {
     const uint32_t bits = kept_by_dropout(p, s.index, v.head, s.first + own.first + t, 1, v.channel, 8);
-    float g[8];
+    float g[8];  // (8 channels,) of a token
     tokens.load_gradient(t, g);
 #pragma unroll
     for (int i = 0; i < 8; ++i) g[i] = bits >> i & 1 ? g[i] : 0.0f;

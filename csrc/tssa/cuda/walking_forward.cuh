@@ -114,11 +114,11 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_causal_fwd_walkin
     }
     fetch.wait(buffer, phase);
     {
-      float acc[8] = {};
+      float acc[8] = {};  // (8 channels,) per thread
       uint32_t from = tokens;
 #pragma unroll 4
       for (int n = own.first; n < own.first + own.count; ++n, from += pitch) {
-        float x[8];
+        float x[8];  // (8 channels,) of a token
         load_vector<T>(from, x);
         const float scale = kWalkScale * key_weight<S>(key_weights, n);
 #pragma unroll
@@ -131,14 +131,14 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_causal_fwd_walkin
     cluster_sync();
     before_groups<S, S::kWidth>(first, energies, scratch, start);
     __syncthreads();
-    float running[8];
+    float running[8];  // (8 channels,) per thread
     get_vector(sums + v.column(), running);
     __syncthreads();
     {
       uint32_t from = tokens;
       float* to = scratch + own.first * S::kRow + v.vector;
       const auto ratios_of = [&](int n) {
-        float x[8], ratios[2] = {};
+        float x[8], ratios[2] = {};  // (8 channels,) of a token
         load_vector<T>(from, x);
         const float scale = kWalkScale * key_weight<S>(key_weights, n);
 #pragma unroll
@@ -167,11 +167,11 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_causal_fwd_walkin
     });
     __syncthreads();
     {
-      float acc[8] = {}, mass = 0.0f;
+      float acc[8] = {}, mass = 0.0f;  // (8 channels,) per thread; of its head
       uint32_t from = tokens;
 #pragma unroll 4
       for (int n = own.first; n < own.first + own.count; ++n, from += pitch) {
-        float x[8];
+        float x[8];  // (8 channels,) of a token
         load_vector<T>(from, x);
         const float weight = members[n * HEADS + v.head] * key_weight<S>(key_weights, n), scaled = weight * kWalkScale;
         mass += weight;
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(THREADS, 768 / THREADS) tssa_causal_fwd_walkin
       T* to = reinterpret_cast<T*>(out.data) + out.at(own.first, v.head, v.channel);
       uint32_t from = tokens;
       const auto output_of = [&](int n) {
-        float x[8];
+        float x[8];  // (8 channels,) of a token
         load_vector<T>(from, x);
         const float member = members[n * HEADS + v.head], weight = member * key_weight<S>(key_weights, n),
                     scaled = weight * kWalkScale;

@@ -162,7 +162,6 @@ BROKEN_LONG_FORWARD = {
 }
 
 _WEIGHED = "      weigh<WALK>(s, n);\n      wgmma_wait<1>();\n"
-_BOUNDED = "s[i] = fminf(s[i], BackwardRange<T>::kTop);"
 _LOADED_TILE = "    copy_async_wait<0>();\n    fence_async_shared();\n    __syncthreads();\n    float s["
 
 # Of csrc/mssa/cuda/long_backward.cuh, long_gradient.cuh, long_scale.cuh and long_delta.cuh.
