@@ -91,7 +91,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def results(request):
-    """Return the results so far, including those in the given file."""
+    """Return the results so far, including those of the file that --results names."""
     path, device = request.config.results, request.config.device
     if device.type == "cpu":
         request.config.looks.append(load.measure())

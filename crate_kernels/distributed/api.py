@@ -11,6 +11,7 @@ from crate_kernels._core import backends, checks, operator
 from crate_kernels.distributed import collectives, heads, rows, token_stats
 from crate_kernels.distributed.collectives import Group
 from crate_kernels.ops.mssa import rectangular
+from crate_kernels.ops.tssa import api as tssa_api
 
 _PHI = ("softmax", "threshold", "relu", "identity")
 FORMS = ("heads", "gather", "ring")
@@ -249,7 +250,7 @@ def tssa(
     checks.flag("tssa", "causal", causal)
     checks.flag("tssa", "return_membership", return_membership)
     ranks = collectives.ranks("tssa", group)
-    temp = _per_head(temp, w)
+    temp = tssa_api.per_head("temp", temp, w, w.shape[1])
     dropout_p = checks.number("tssa", "dropout_p", dropout_p, minimum=0.0, below=1.0)
     if key_padding_mask is not None:
         checks.padding_mask("tssa", key_padding_mask, w)
@@ -276,17 +277,6 @@ def tssa(
     return (out, membership) if return_membership else out
 
 
-def _per_head(temp: Tensor, w: Tensor) -> Tensor:
-    """Require (nheads,) or (nheads, 1), on w's device, in w's dtype or float32; return (nheads,)."""
-    checks.tensor("tssa", "temp", temp, None, "(nheads,)")
-    nheads = w.shape[1]
-    # In parts, as ops/tssa/api.py says.
-    if temp.dim() not in (1, 2) or temp.shape[0] != nheads or temp.shape[1:].numel() != 1:
-        raise ValueError(f"tssa: temp must be (nheads,) = ({nheads},), got {tuple(temp.shape)}")
-    _check_dtype("temp", temp, w)
-    return temp.reshape(nheads)
-
-
 def _denom_bias(value: Tensor, w: Tensor, seqlen: int) -> Tensor:
     """Require (nheads, >= seqlen[, 1]) of the whole sequence; return (nheads, >= seqlen)."""
     checks.tensor("tssa", "denom_bias", value, None, "(nheads, >= seqlen)")
@@ -294,11 +284,5 @@ def _denom_bias(value: Tensor, w: Tensor, seqlen: int) -> Tensor:
     if bias.dim() != 2 or bias.shape[0] != w.shape[1] or bias.shape[1] < seqlen:
         wanted = f"tssa: denom_bias must be (nheads, >= seqlen[, 1]) = ({w.shape[1]}, >= {seqlen})"
         raise ValueError(f"{wanted} of the whole sequence, got {tuple(value.shape)}")
-    _check_dtype("denom_bias", value, w)
+    tssa_api.check_parameter("denom_bias", value, w)
     return bias
-
-
-def _check_dtype(name: str, value: Tensor, w: Tensor) -> None:
-    checks.same_device("tssa", name, value, w)
-    if value.dtype not in (w.dtype, torch.float32):
-        raise ValueError(f"tssa: {name} must be {w.dtype} as w, or float32, got {value.dtype}")

@@ -98,7 +98,7 @@ def test_provider_that_cannot_says_why():
     assert "backward" in measure(case, named["flex"]).skipped
 
 
-def test_flex_attention_is_given_a_leaf_only_where_gradients_are_asked_for(monkeypatch):
+def test_flex_attention_gets_a_leaf_only_where_gradients_are_asked_for(monkeypatch):
     """On a CPU it refuses a leaf that wants a gradient, also where none is computed."""
     wanted = []
     monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda q, *_, **__: wanted.append(q.requires_grad) or q)

@@ -65,7 +65,7 @@ def _options():
             taken = "/".join(one.option_strings) or one.dest
             yield f"{name} {taken} {one.nargs} {one.default} {list(one.choices or ())}"
     for name, experiment in NAMED.items():
-        yield from (f"{name} {preset} {_fields(given)}" for preset, given in experiment.presets().items())
+        yield from (f"{name} {preset} {_fields(config)}" for preset, config in experiment.presets().items())
 
 
 def _fields(one):

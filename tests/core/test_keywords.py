@@ -52,7 +52,7 @@ FUNCTIONS = {f"{call.__module__}.{call.__name__}": call for call, *_ in CALLS.va
 
 
 @pytest.mark.parametrize("call", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_the_signature_names_all_that_may_be_given(call):
+def test_the_signature_names_all_that_may_be_passed(call):
     assert not [each for each in inspect.signature(call).parameters.values() if each.kind is each.VAR_KEYWORD]
 
 

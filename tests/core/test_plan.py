@@ -74,7 +74,7 @@ def test_what_pytorch_computes_is_repeated_bit_for_bit(body):
         assert torch.equal(one, other)
 
 
-def test_the_first_results_alone_are_given_of_a_plan():
+def test_the_first_results_alone_are_returned_of_a_plan():
     a, b = torch.randn(4, 4), torch.randn(4, 4)
     ops().plan_store([a, b], NUMBER, recorded(BODIES["views"], a, b))
     assert torch.equal(ops().plan_2_1(a, b, NUMBER), a[1:] + b[:3])

@@ -24,7 +24,7 @@ PLANNED = tuple(op for op in backends.OPS if backends._is_there(f"crate_kernels.
 
 
 def kernels(op, capability=None):
-    """List the kernels that an operator's planner launches on any GPU; with those of a GPU's own, if one is given."""
+    """List the kernels that an operator's planner launches on any GPU; with ``capability``, its GPU's too."""
     planner = import_module(f"crate_kernels.ops.{op}.cuda")
     own = getattr(planner, "hopper_kernels", list) if capability == 90 else list
     return [*planner.kernels(), *own()]
@@ -59,7 +59,7 @@ def measured(compiler, op, capability):
 
 def blocks_per_multiprocessor(registers, threads, shared):
     """Return how many blocks a multiprocessor of sm_90 has at once."""
-    warps = REGISTERS // (-(-registers // 8) * 8 * 32)  # registers are given to warps in units of 256
+    warps = REGISTERS // (-(-registers // 8) * 8 * 32)  # warps get registers in units of 256
     return min(warps // (threads // 32), SHARED // (shared + RESERVED), THREADS // threads, BLOCKS)
 
 

@@ -35,14 +35,14 @@ def test_tensors_are_at_the_bytes_of_their_addresses():
     assert found.content == struct.pack("<ixxxxQfxxxxQqqq?7x", 7, a.data_ptr(), 0.5, b.data_ptr() + 4, 1, 2, 3, True)
 
 
-def test_what_is_not_given_is_zero_and_what_is_replaced_is_gone():
+def test_what_is_not_set_is_zero_and_what_is_replaced_is_gone():
     record = Pair(data=torch.zeros(4))
     record.data = None
     (found,) = records.packed([record])
     assert (found.content, found.tensors) == (bytes(16), {})
 
 
-def test_fields_of_parts_are_given_by_their_own_names():
+def test_fields_of_parts_are_set_by_their_own_names():
     w, lse, seed = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3), torch.zeros(1, dtype=torch.int64)
     (found,) = records.packed([problem.MssaProblem(w=problem.rows_of(w, False), lse=lse, seed=seed, scale=0.5)])
     of, inputs, outputs = problem.MssaProblem, problem.MssaInputs, problem.MssaOutputs

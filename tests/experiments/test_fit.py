@@ -102,7 +102,7 @@ def test_the_rate_of_each_step(warmup, wanted):
 
 
 @pytest.mark.parametrize("clip", [None, 1e-3, 1e3])
-def test_gradients_are_clipped_to_a_norm_if_one_is_given(clip):
+def test_gradients_are_clipped_to_a_norm_if_one_is_set(clip):
     fit = small(warmup=0, clip=clip)
     fit.model = fit.model.eval()
     fit.model[1].p = 0.0

@@ -116,8 +116,10 @@ def hopper(kind, direction, case, dtype):
     """Compare a kernel of sm_90a, which nothing chooses by default, with the error tolerance; return the share."""
     if launch.arch(torch.device("cuda")) != "sm_90":
         raise Skipped("these kernels are for sm_90a")
-    given = kind(case, dtype, device="cuda")
-    run, check = (given.run_forward, given.check_forward) if direction == "forward" else (given.run, given.check)
+    problem = kind(case, dtype, device="cuda")
+    run, check = (
+        (problem.run_forward, problem.check_forward) if direction == "forward" else (problem.run, problem.check)
+    )
     *results, left = run()
     if any(left):
         raise AssertionError(f"heads {left} are left to other kernels")
@@ -344,10 +346,10 @@ def call(op, backend):
         kind(case).check(backend, torch.bfloat16, "cuda")
         return
     if op in KINDS:
-        given = KINDS[op]("causal-padded", torch.bfloat16, device="cuda")
+        problem = KINDS[op]("causal-padded", torch.bfloat16, device="cuda")
         if op != "pairs":  # a backward alone
-            given.run_forward()
-        given.run()
+            problem.run_forward()
+        problem.run()
         torch.cuda.synchronize()
         return
     case = next(case for case in forms() if testing.SPECS[case.op].package == op)

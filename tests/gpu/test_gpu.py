@@ -48,17 +48,17 @@ def watch(monkeypatch):
 
 def called(folder, watch, minutes, needs):
     """Make one call of a run whose parts need so many seconds; return the seconds of each part."""
-    given, state = [], gpu.State(folder)
+    allotted, state = [], gpu.State(folder)
 
     def run(part, seconds):
-        given.append((part.name, round(seconds)))
+        allotted.append((part.name, round(seconds)))
         taken = min(needs[part.name], seconds)
         watch.now += taken
         needs[part.name] -= taken
         return DONE if needs[part.name] <= 0 else INCOMPLETE
 
     gpu.turns(state, watch.now + 60 * minutes, run)
-    return given
+    return allotted
 
 
 def test_each_part_has_its_minutes_and_the_rest_goes_to_the_last(tmp_path, watch):

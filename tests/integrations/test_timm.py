@@ -203,7 +203,7 @@ def test_the_encoder_of_a_whole_checkpoint(tmp_path):
     assert model(images()).shape == (2, 4)
 
 
-EPS = {"implied": ({}, 1e-6), "given": ({"head_eps": 1e-3}, 1e-3)}
+EPS = {"implied": ({}, 1e-6), "passed": ({"head_eps": 1e-3}, 1e-3)}
 
 
 @pytest.mark.parametrize(("changes", "eps"), EPS.values(), ids=EPS)

@@ -60,18 +60,18 @@ def test_a_flattened_batch_trains_as_the_padded_one(family):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
-def test_positions_may_be_given_where_they_are_the_models_own():
+def test_the_positions_of_the_model_may_be_passed():
     _, model = pair("crate_lm")
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
     with torch.no_grad():
         plain = model(prompts(), attention_mask=mask, use_cache=True)
-        given = model(prompts(), attention_mask=mask, position_ids=positions, use_cache=True)
-        torch.testing.assert_close(given.logits, plain.logits, rtol=0, atol=0)
+        with_positions = model(prompts(), attention_mask=mask, position_ids=positions, use_cache=True)
+        torch.testing.assert_close(with_positions.logits, plain.logits, rtol=0, atol=0)
         mask, positions = torch.cat((mask, mask[:, -1:]), 1), positions[:, -1:] + 1
         steps = [
             model(prompts(2, 1), attention_mask=mask, cache=cache_of(out), **more).logits
-            for out, more in ((plain, {}), (given, {"position_ids": positions}))
+            for out, more in ((plain, {}), (with_positions, {"position_ids": positions}))
         ]
     torch.testing.assert_close(*steps, rtol=0, atol=0)
     assert torch.equal(greedy(model, prompts(), position_ids=torch.arange(5).expand(2, 5)), greedy(model, prompts()))

@@ -57,7 +57,7 @@ def test_a_cache_changes_no_token(family, options):
 
 
 @each_family
-def test_embeddings_may_be_given_instead_of_tokens(family):
+def test_embeddings_may_be_passed_instead_of_tokens(family):
     _, model = pair(family)
     expected = greedy(model, prompts())[:, 5:]
     embeds = model.get_input_embeddings()(prompts())

@@ -57,7 +57,7 @@ def test_cpu_tensors_get_the_row_of_the_interpreter():
     assert TABLE.config(CPU, 64, 100, False, torch.float32) == {"X": 0}
 
 
-def test_a_forced_configuration_is_taken_and_given_back():
+def test_a_forced_configuration_is_taken_and_returned():
     with forced(TABLE, {"X": 7}):
         assert TABLE.config(CPU, 64, 100, False, torch.float32) == {"X": 7}
     assert TABLE.config(CPU, 64, 100, False, torch.float32) == {"X": 0}

@@ -133,7 +133,7 @@ def test_an_interrupted_save_leaves_what_was_there(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_weights_given_for_saving_are_the_models_own(tmp_path):
+def test_weights_passed_for_saving_are_the_models_own(tmp_path):
     model, other = build("crate_lm"), drawn(build("crate_lm"))
     model.save_pretrained(tmp_path, state_dict=other.state_dict())
     again = models.from_pretrained(tmp_path)

@@ -33,8 +33,8 @@ def test_onednn_gets_rows_on_the_left(taken, m, n, of_left, of_right, turned, wi
 
     left, right, bias = matrix(m, 0, of_left), matrix(n, 1, of_right), torch.ones(n) if with_bias else None
     out = products.product(left, right, bias)
-    ((given_left, given_right, *_),) = taken
-    assert given_left.is_contiguous()
-    assert given_right is (left if turned and bias is None else right)
+    ((passed_left, passed_right, *_),) = taken
+    assert passed_left.is_contiguous()
+    assert passed_right is (left if turned and bias is None else right)
     assert out.is_contiguous()
     torch.testing.assert_close(out, torch.nn.functional.linear(left, right, bias), rtol=1e-5, atol=1e-5)

@@ -84,7 +84,7 @@ def test_other_options_do_not_repeat(options):
     assert found == 0
 
 
-def test_a_scale_that_was_given_is_not_the_default_of_another_head_dim():
+def test_a_passed_scale_is_not_the_default_of_another_head_dim():
     wide, narrow = inputs("mssa", head_dim=16), inputs("mssa", head_dim=4)
     with torch.no_grad():
         for _ in range(3):
@@ -101,7 +101,7 @@ def test_a_parameter_repeats():
     assert (found, out.requires_grad) == (1, True)
 
 
-def test_a_tensor_that_is_given_twice():
+def test_a_tensor_that_is_passed_twice():
     """Its plan could not say which of the two a step reads."""
     mask, (w,) = torch.ones(2, 9, dtype=torch.bool), inputs("mssa")
     out, lse = ck.mssa(w, key_padding_mask=mask, return_lse=True, backend="cpp")

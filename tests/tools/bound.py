@@ -18,7 +18,7 @@ def command(*arguments):
 
 
 def main():
-    """Become Python with the given arguments, bound to its parent."""
+    """Become Python with these arguments, bound to its parent."""
     parent, *arguments = sys.argv[1:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)

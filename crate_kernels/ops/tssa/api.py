@@ -129,7 +129,7 @@ def tssa(
     checks.flag("tssa", "causal", causal)
     checks.flag("tssa", "return_membership", return_membership)
     nheads = w.shape[1]
-    temp = _per_head("temp", temp, w, nheads)
+    temp = per_head("temp", temp, w, nheads)
     dropout_p = checks.number("tssa", "dropout_p", dropout_p, minimum=0.0, below=1.0)
     if packed:
         if key_padding_mask is not None:
@@ -230,17 +230,18 @@ def _fastest(w: Tensor, temp: Tensor, denom_bias: Tensor | None, causal: bool) -
     return measured.fastest("tssa", (w.shape[-1],), w.shape[-2], causal, inputs)
 
 
-def _per_head(name: str, value: Tensor, w: Tensor, nheads: int) -> Tensor:
+def per_head(name: str, value: Tensor, w: Tensor, nheads: int) -> Tensor:
     """Require (nheads,) or (nheads, 1), on w's device, in w's dtype or float32; return (nheads,)."""
     checks.tensor("tssa", name, value, None, "(nheads,)")
     # In parts: torch.compile takes no tuple of sizes, some of which it does not know, to be in another.
     if value.dim() not in (1, 2) or value.shape[0] != nheads or value.shape[1:].numel() != 1:
         raise ValueError(f"tssa: {name} must be (nheads,) = ({nheads},), got {tuple(value.shape)}")
-    _check_dtype(name, value, w)
+    check_parameter(name, value, w)
     return value if value.dim() == 1 else value.reshape(nheads)
 
 
-def _check_dtype(name: str, value: Tensor, w: Tensor) -> None:
+def check_parameter(name: str, value: Tensor, w: Tensor) -> None:
+    """Require w's device, and its dtype or float32."""
     checks.same_device("tssa", name, value, w)
     if value.dtype not in (w.dtype, torch.float32):
         raise ValueError(f"tssa: {name} must be {w.dtype} as w, or float32, got {value.dtype}")
@@ -257,7 +258,7 @@ def _denom_bias(value: Tensor, w: Tensor, nheads: int, seqlen: int, cut: bool) -
         )
     if value.shape[1] < seqlen:
         raise ValueError(f"tssa: denom_bias must cover the sequence, (nheads, >= {seqlen}), got {tuple(value.shape)}")
-    _check_dtype("denom_bias", value, w)
+    check_parameter("denom_bias", value, w)
     return value[:, :seqlen] if cut else value
 
 

@@ -61,7 +61,7 @@ def test_within_tolerance(plain, case, dtype):
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.3}], ids=str)
-def test_what_rounding_took_from_lse_is_given_back(options, plain):
+def test_what_rounding_took_from_lse_is_added_back(options, plain):
     """Of two equal tokens each has half the weight, whatever their score; an lse of thousands is rounded to 2e-4."""
     w = 140 * torch.nn.functional.normalize(randn(1, 2, 35, 16, dtype=torch.float32), dim=-1).repeat_interleave(
         2, dim=2

@@ -1,4 +1,4 @@
-"""Compile the emulator and the kernels of its own tests, once for all tests."""
+"""Compile the emulator, and the kernels that test it, once for all tests."""
 
 import hashlib
 import os

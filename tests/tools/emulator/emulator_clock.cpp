@@ -37,7 +37,7 @@ void Clock::join(const Gathered& others) {
 Clock common(const Clock* const (&clocks)[4]) {
   const Clock& first = *clocks[0];
   const auto shares = [&](const Clock* clock) { return clock->known_ == first.known_; };
-  // Of its own thread each knows more than the others do.
+  // A thread knows more of itself than the others do.
   if (std::all_of(clocks, clocks + 4, shares)) return Clock(first.known_, -1);
   const auto all = std::make_shared<Known>(*first.known_);
   for (size_t n = 0; n < all->seen.size(); ++n) {

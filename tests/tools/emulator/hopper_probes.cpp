@@ -346,7 +346,7 @@ void descriptors(Tensor out, int64_t swizzle, bool mn, int64_t rows) {
 STABLE_TORCH_LIBRARY_FRAGMENT(crate_kernels_C, m) {
   m.def("probe_descriptors(Tensor(a!) out, int swizzle, bool mn, int rows) -> ()");
   m.def("probe_warp_group(Tensor a, Tensor b, int swizzle, bool mn_a, bool mn_b, bool rs, Tensor(a!) out) -> ()");
-  m.def("probe_bulk(Tensor given, Tensor(a!) out, int bytes, int skipped, bool waits, int cluster) -> ()");
+  m.def("probe_bulk(Tensor source, Tensor(a!) out, int bytes, int skipped, bool waits, int cluster) -> ()");
   m.def("probe_pipeline(Tensor w, Tensor(a!) rows, Tensor(b!) columns, int fault) -> ()");
 }
 

@@ -221,9 +221,9 @@ def test_an_operand_from_registers_is_that_of_triton(columns, dtype):
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_a_bulk_copy_brings_what_lies_there(cluster, descending, library, device):
     device(**HOPPER, descending=descending)
-    given, out = torch.randn(256), torch.empty(256)
-    library.probe_bulk(given, out, 256, 0, True, cluster)
-    assert torch.equal(out, given)
+    source, out = torch.randn(256), torch.empty(256)
+    library.probe_bulk(source, out, 256, 0, True, cluster)
+    assert torch.equal(out, source)
 
 
 @ORDERS

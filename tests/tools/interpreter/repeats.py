@@ -46,7 +46,9 @@ class _Launch:
     def end(self):
         """Find the elements that were read and written, and hold no tensor of the call."""
         read, written = (np.concatenate([*parts, np.zeros(0, np.uint64)]) for parts in (self.read, self.written))
-        self._given = [(p := _places(t, read), old[p]) for t, old in zip(self._tensors, self._before, strict=True)]
+        self._read_before = [
+            (p := _places(t, read), old[p]) for t, old in zip(self._tensors, self._before, strict=True)
+        ]
         self._left = [(p := _places(t, written), t[p]) for t in self._tensors]
         del self._tensors, self._before, self.read, self.written
 
@@ -55,7 +57,9 @@ class _Launch:
         tensors, others = _flat(arguments)
         if (self._kernel, self._others) != ((executor.fn, executor.grid), others):
             return False
-        if not all(torch.equal(t[places], values) for t, (places, values) in zip(tensors, self._given, strict=True)):
+        if not all(
+            torch.equal(t[places], values) for t, (places, values) in zip(tensors, self._read_before, strict=True)
+        ):
             return False
         for tensor, (places, values) in zip(tensors, self._left, strict=True):
             tensor[places] = values

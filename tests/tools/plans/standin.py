@@ -17,7 +17,7 @@ def rest_on(*functions):
 
 
 def drive(*functions):
-    """Let plans launch by C functions, and drop the plans that there are; by CUDA's, where none is given.
+    """Let plans launch by C functions, and drop the plans that there are; by CUDA's, where none is passed.
 
     They are those of ``Driver`` in csrc/common/plan_driver.h, in its order; None for one that is missing.
     """

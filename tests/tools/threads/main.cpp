@@ -24,7 +24,7 @@ torch::stable::Op offer(const char*, torch::stable::Op kernel) {
 }
 }  // namespace crate_kernels
 
-// parallel.cpp is compiled with this clock: time stands still, so no region is given to one thread because another
+// parallel.cpp is compiled with this clock: time stands still, so no region is left to one thread because another
 // waited for a core.
 extern "C" int frozen_clock(clockid_t, timespec* time) noexcept {
   *time = {};
