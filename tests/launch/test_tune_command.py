@@ -1,5 +1,6 @@
 """The command of tuning: what it times, writes, logs and resumes from, and what it says where it cannot."""
 
+import argparse
 import json
 import threading
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from crate_kernels._triton import table as _table
 from crate_kernels._triton import tune as _tune
 from crate_kernels._triton.table import LaunchRow
 from crate_kernels.cli import tune
+from tests.gpu import tuning
 from tests.gpu.tuning import MAX_CONFIGS
 from tests.launch.common import CANDIDATES, CUDA, SHIPPED
 
@@ -150,6 +152,22 @@ def test_a_gpu_times_clusters_of_4_and_8_and_blocks_of_192_and_384_threads(table
         for name, values in {"CLUSTER": (4, 8), "THREADS": (192, 384)}.items():
             for value in values:
                 assert any(c[name] == value for c in timed) == any(c[name] == value for c in fitting), (str(some), name)
+
+
+def test_a_short_run_tunes_what_no_gpu_has_timed_first(monkeypatch):
+    hopper(monkeypatch)
+    monkeypatch.setattr(tuning.cli, "main", lambda words: chosen.append(parser.parse_args(words[1:])))
+    parser, chosen = argparse.ArgumentParser(), []
+    tune.add_arguments(parser)
+    tuning.main(["--out", "folder", "--seconds", "60"])
+    every = [str(one) for one in tune.workloads([*backends.OPS])]
+    names = [str(one) for one in tune.workloads([*backends.OPS], chosen[0].only)]
+    assert sorted(names) == sorted(every)
+    first = [next(n for n, name in enumerate(names) if part in name) for part in tuning.ORDER[:-2]]
+    assert first == sorted(first)
+    timed = next(n for n, name in enumerate(names) if name.startswith("mssa_forward"))
+    untimed = ("mssa_heads", "mssa_long", "tssa_persistent")
+    assert max(n for n, name in enumerate(names) if name.startswith(untimed)) < timed
 
 
 def test_the_ranking_of_the_first_gpu_is_in_the_package():
