@@ -116,7 +116,7 @@ def test_the_pages_name_every_experiment():
         assert subcommands - {"demo"} <= set(pages.inline(page)), page
 
 
-LINES = {"README.md": 130, "CHANGELOG.md": 80, "docs/mssa.md": 100, "docs/tssa.md": 100, "docs/ista.md": 100}
+LINES = {"README.md": 130, "CHANGELOG.md": 60, "docs/mssa.md": 100, "docs/tssa.md": 100, "docs/ista.md": 100}
 
 
 @pytest.mark.parametrize("page", LINES)
