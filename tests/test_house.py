@@ -14,7 +14,7 @@ from crate_kernels import testing
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "crate_kernels"
 SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "__main__.py"]
-# Imports go down only; rooms of one floor may import each other.
+# Imports go down only; packages of one floor may import each other.
 FLOORS = (
     {"cli"},
     {"experiments"},
@@ -214,7 +214,7 @@ def listed(path):
     return {line for n in lists for line in range(n.lineno, n.end_lineno + 1)}
 
 
-def test_operators_are_named_in_their_rooms():
+def test_operators_are_named_in_their_packages():
     """A new operator is a new package and a line in OPS: no code that serves all operators asks which one it is."""
     named = [
         f"{name(path)}:{node.lineno} {node.value!r}"

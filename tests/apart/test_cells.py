@@ -29,7 +29,7 @@ def test_every_operator_is_timed_beside_its_rivals(tmp_path):
         assert all(0 < value < 1 for value in fastest.values())
 
 
-def test_a_second_run_goes_on_where_the_first_was_stopped(tmp_path, monkeypatch):
+def test_a_second_run_resumes_where_the_first_was_stopped(tmp_path, monkeypatch):
     log, wanted = tmp_path / "log.jsonl", cells.cells(TINY, ("ista",))
     cells.run(wanted[:1], log, 0.0)
     timed = []

@@ -120,7 +120,7 @@ def _in_a_process(log, results):
     results.put(compiled(Compiler(log, 0.3)))
 
 
-def test_of_several_processes_one_compiles(cache, compiler):
+def test_one_of_several_processes_compiles(cache, compiler):
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
     processes = [context.Process(target=_in_a_process, args=(compiler.log, results)) for _ in range(4)]

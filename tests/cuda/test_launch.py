@@ -102,7 +102,7 @@ class Both(records.Record):
     _fields_ = (("a", records.POINTER), ("b", records.POINTER))
 
 
-def test_records_are_held_to_the_device_code(gpu):
+def test_records_agree_with_the_device_code(gpu):
     gpu.sizes = None  # as by a driver that does not say
     launch.run(SYMMETRIZE, SHAPE, [Both(), None], CPU)
     assert gpu.compiled == [(SYMMETRIZE, (Both,))]

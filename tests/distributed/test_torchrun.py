@@ -99,7 +99,7 @@ def test_a_killed_process_is_started_again_and_nothing_is_lost(tmp_path):
     assert all(torch.equal(same[0][name], weight) for name, weight in same[1].items())
 
 
-def test_after_a_kill_of_torchrun_one_run_goes_on(tmp_path):
+def test_after_a_kill_of_torchrun_one_run_resumes(tmp_path):
     """Its workers end with it, a second run beside the first is refused, and no step has two lines."""
     options = "--steps", "600", "--save-every", "5"
     first = start(command(tmp_path, 2, *options))

@@ -50,7 +50,7 @@ def included(path):
 def test_the_floors_are_those_that_the_house_holds():
     listed = TEXT.partition("Imports point down only: ")[2].partition(".\n")[0].split("then")
     floors = [set(re.findall(r"`(\w+)`", part)) for part in listed]
-    wanted = [set(rooms) for rooms in test_house.FLOORS]
+    wanted = [set(packages) for packages in test_house.FLOORS]
     top = [{"cli"}, {"experiments"}, {"bench"}, {"testing"}]
     assert wanted[: len(top)] == top
     assert floors[0] == set.union(*top)

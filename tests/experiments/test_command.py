@@ -121,7 +121,7 @@ def test_how_a_run_ends(error, status, words, fake, capsys):
 
 
 @pytest.mark.parametrize(("options", "again"), [([], ""), (["--fresh"], " without --fresh")], ids=["", "fresh"])
-def test_an_interrupted_run_says_how_it_goes_on(options, again, fake, tmp_path, capsys):
+def test_an_interrupted_run_says_how_to_resume_it(options, again, fake, tmp_path, capsys):
     def job(trial, settings):
         (trial.folder / "a.checkpoint").touch()
         raise KeyboardInterrupt

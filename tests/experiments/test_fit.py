@@ -57,7 +57,7 @@ def watched_at_every_second_step(stop):
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 6])
-def test_a_training_that_goes_on_was_measured_once_a_step(stop, tmp_path):
+def test_a_resumed_training_was_measured_once_a_step(stop, tmp_path):
     (tmp_path / "straight").mkdir()
     straight = watched_at_every_second_step(None)
     train(straight, Trial("a", tmp_path / "straight", torch.device("cpu")))

@@ -61,7 +61,7 @@ def test_published_settings_are_a_preset(subcommand, capsys):
 
 
 @pytest.mark.parametrize("subcommand", TRAINED)
-def test_an_interrupted_training_goes_on(subcommand, run, undrawn, monkeypatch, metrics):
+def test_an_interrupted_training_resumes(subcommand, run, undrawn, monkeypatch, metrics):
     taken, inner = [], Fit.step
 
     def interrupted(self):

@@ -75,7 +75,7 @@ def test_each_part_has_its_minutes_and_the_rest_goes_to_the_last(tmp_path, watch
     assert called(tmp_path, watch, 25, needs) == expected
 
 
-def test_a_shorter_call_goes_on_where_the_last_one_ended(tmp_path, watch):
+def test_a_shorter_call_resumes_where_the_last_one_ended(tmp_path, watch):
     needs = {"smoke": 80, "suite": 10_000, "probes": 20, "host": 10, "tuning": 120, "ncu": 10, "timing": 300}
     calls = [called(tmp_path, watch, 5, needs) for _ in range(3)]
     assert calls == [

@@ -69,7 +69,7 @@ def states(folder):
     return [state["global_step"] for state in found]
 
 
-def test_a_terminated_run_saves_its_step_and_goes_on(text, tmp_path, monkeypatch, capsys):
+def test_a_terminated_run_saves_its_step_and_resumes(text, tmp_path, monkeypatch, capsys):
     def run(name, asked=0):
         module, taken = example("text_trainer"), 0
 

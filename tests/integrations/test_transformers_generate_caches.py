@@ -151,7 +151,7 @@ def test_cropping_keeps_the_padding_of_a_later_block():
 
 @pytest.mark.parametrize("left", [2, 3, 5], ids=["all-but-the-padding", "one-more", "nothing"])
 @pytest.mark.parametrize("family", CROPPABLE)
-def test_a_cropped_cache_goes_on_as_if_it_had_seen_no_more(family, left):
+def test_a_cropped_cache_continues_as_if_it_had_seen_no_more(family, left):
     _, model = pair(family)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
     rows, new = prompts(2, 5), prompts(2, 2).flip(1)
@@ -177,7 +177,7 @@ def test_a_static_cache_has_its_capacity():
 
 
 @pytest.mark.parametrize("family", CROPPABLE)
-def test_a_chunk_may_be_longer_than_what_is_held(family):
+def test_a_chunk_may_be_longer_than_the_cache(family):
     _, model = pair(family)
     tokens, cache = prompts(2, 14), DynamicCache(config=model.config)
     with torch.no_grad():

@@ -82,7 +82,7 @@ def in_this_process(monkeypatch):
     return started, tried
 
 
-def test_the_command_goes_on_after_a_workload_that_fails(command, gpu, monkeypatch, capsys):
+def test_the_command_continues_after_a_workload_that_fails(command, gpu, monkeypatch, capsys):
     def broken():
         raise RuntimeError("out of resource: shared memory")
 

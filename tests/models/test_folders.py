@@ -87,7 +87,7 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize(("damage", "error", "message"), FOLDERS.values(), ids=FOLDERS)
-def test_a_spoilt_folder(damage, error, message, tmp_path):
+def test_a_corrupted_folder(damage, error, message, tmp_path):
     build("crate").save_pretrained(tmp_path)
     damage(tmp_path)
     with pytest.raises(error, match=message):

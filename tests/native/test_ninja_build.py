@@ -170,7 +170,7 @@ build.compile_extension(*map(Path, sys.argv[1:]))
 
 @needs_compiler
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
-def test_a_build_that_is_stopped_leaves_nothing_half_done_and_the_next_goes_on(number, tree, monkeypatch):
+def test_a_build_that_is_stopped_leaves_nothing_half_done_and_the_next_resumes(number, tree, monkeypatch):
     monkeypatch.setenv("MAX_JOBS", "1")
     stuck = tree.log.with_name("stuck")
     tree.set_compiler(f"""case "$*" in *csrc/ista/cpu/update.cpp*) touch "{stuck}"; sleep 1.5;; esac""")

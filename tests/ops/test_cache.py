@@ -124,7 +124,7 @@ def test_an_empty_sequence_gives_zero_until_its_first_token(op, backend, device)
 
 
 @FUSED
-def test_padded_tokens_of_a_step_see_what_is_held(op, backend, device):
+def test_padded_tokens_of_a_step_see_what_is_cached(op, backend, device):
     """Also those of a sequence that gets none of the new tokens: it has earlier ones."""
     cache, mask = new_cache(op, device=device), torch.tensor([[True] * 2, [False] * 2, [True, False]], device=device)
     attend(op, tokens(3, device=device), backend, cache)

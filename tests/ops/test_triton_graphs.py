@@ -58,7 +58,7 @@ def test_a_captured_step_follows_inputs_that_are_overwritten(name):
         assert [same_bits(a, b) for a, b in zip(results, expected, strict=True)] == [True, True]
 
 
-def test_a_captured_step_with_a_cache_goes_on_where_the_last_replay_ended():
+def test_a_captured_step_with_a_cache_resumes_where_the_last_replay_ended():
     """The options are those by which a GPU's steps are alike."""
     captured, direct = (ck.SubspaceCache(1, 2, 8, 16) for _ in range(2))
     options = DecodeCall(None, 1, True, 0.25, need_lse=True).rounded()

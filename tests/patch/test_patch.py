@@ -197,7 +197,7 @@ def test_the_signature_is_the_published_one():
     assert "FusedAttention" in repr(model)
 
 
-def test_training_goes_on_with_the_same_optimizer():
+def test_training_continues_with_the_same_optimizer():
     def train(model, steps):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         losses = []

@@ -77,7 +77,7 @@ def test_the_demo_from_digits_to_report_which_other_settings_do_not_overwrite(de
 
 
 @pytest.mark.exhaustive
-def test_a_finished_run_is_not_trained_again_unless_told(demo, undrawn):
+def test_a_finished_run_is_not_trained_again_unless_asked(demo, undrawn):
     demo()
     status, out, _, folder = demo()
     assert status == 0
@@ -89,7 +89,7 @@ def test_a_finished_run_is_not_trained_again_unless_told(demo, undrawn):
     assert json.loads((folder / "metrics.json").read_text())["training_seconds"] > 0
 
 
-def test_an_interrupted_demo_goes_on(demo, undrawn, monkeypatch):
+def test_an_interrupted_demo_resumes(demo, undrawn, monkeypatch):
     steps = Training.step
 
     def interrupted(self):

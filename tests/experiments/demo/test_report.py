@@ -55,7 +55,7 @@ def test_attention_is_that_of_the_class_token_in_the_last_layer(model, small):
 COST = compare.Cost(patch_size=2, tokens=17, batch_size=100, seconds=(2.0, 0.5), peak_bytes=(90 << 20, 30 << 20))
 
 
-def test_costs_are_told_as_what_was_won():
+def test_costs_are_stated_as_what_was_won():
     assert report.cost_rows([COST]) == [
         ["17 tokens, batch 100: seconds a step", "2.000", "0.500", "4.00x"],
         ["17 tokens, batch 100: peak memory, MiB", "90", "30", "3.00x"],

@@ -145,7 +145,7 @@ def floored_within_tolerance(draw, causal, channel, backend, device="cpu"):
     assert [m for m in measured(causal, backend, device, *draws) if not m.passed] == []
 
 
-def heads_told_apart(head_dim, causal, backend, device="cpu"):
+def distinct_heads(head_dim, causal, backend, device="cpu"):
     """A token by itself has q = head_dim whatever it is: logits far from zero and close to each other."""
     temp = 1 + 0.01 * randn(3, seed=7, dtype=torch.float32, device=device)
     inputs = (tokens(8, 3, 1, head_dim, device=device), temp, *((bias(3, 1, device),) if causal else ()))

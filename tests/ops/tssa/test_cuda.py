@@ -15,7 +15,7 @@ from tests.ops.tssa.sums import (
     FLOORS,
     drawn_within_tolerance,
     floored_within_tolerance,
-    heads_told_apart,
+    distinct_heads,
     nearly_all_of_a_token,
 )
 
@@ -67,7 +67,7 @@ def test_the_same_bits_in_any_order_of_threads(capability, order, causal, backen
 @FORMS
 @pytest.mark.parametrize("head_dim", [48, 64])
 def test_logits_keep_what_tells_heads_apart(head_dim, causal, backend):
-    heads_told_apart(head_dim, causal, backend)
+    distinct_heads(head_dim, causal, backend)
 
 
 @FORMS

@@ -23,7 +23,7 @@ def test_causal_prefixes_do_not_depend_on_the_future(seqlen, backend):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
 @pytest.mark.parametrize("longest", [40, 100], ids=["alone", "chunks"])
-def test_decoding_goes_on_where_a_prompt_ends(longest, ragged, dtype, backend):
+def test_decoding_continues_where_a_prompt_ends(longest, ragged, dtype, backend):
     w, b = tokens(3, 3, longest + 4, 16, dtype=dtype), bias(3, longest + 9)
     kept = torch.tensor([longest, 17, 0] if ragged else [longest] * 3)
     mask = torch.arange(longest) < kept[:, None] if ragged else None

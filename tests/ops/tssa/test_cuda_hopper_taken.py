@@ -256,10 +256,10 @@ def longest(nheads, head_dim, backward, fits):
     """Return the longest sequence that a candidate of which ``fits`` is true holds."""
     some = [c for c in persistent.FORWARD.candidates if fits(c)]
 
-    def held(seqlen):
+    def fits_memory(seqlen):
         return any(persistent.shared_bytes(nheads, head_dim, seqlen, backward, c) <= MAX_SHARED for c in some)
 
-    return bisect.bisect_left(range(1, 1 << 16), True, key=lambda seqlen: not held(seqlen))
+    return bisect.bisect_left(range(1, 1 << 16), True, key=lambda seqlen: not fits_memory(seqlen))
 
 
 # nheads, head_dim: rows of the table in docs/cuda.md, by clusters of up to 8 blocks, of 16, and all.

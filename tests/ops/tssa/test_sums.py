@@ -59,7 +59,7 @@ def test_a_scan_of_triton_rounds_many_chunks_once(reverse, size):
 
 
 @EACH
-def test_a_cache_of_float32_goes_on(backend, device):
+def test_a_cache_of_float32_continues(backend, device):
     """As earlier versions saved it; its format is its dtype."""
     w, temp = randn(2, 3, 9, 8, dtype=torch.float32, device=device), torch.ones(3, device=device)
     cache, saved = TokenStatsCache(2, 3, 8, torch.float32, device), io.BytesIO()

@@ -15,7 +15,7 @@ from crate_kernels.ops.tssa.triton.launch import TokenSizes, causal_tile
 from tests.ops.common import FORMS, backends, outputs_and_gradients, over_tolerance, randn
 from tests.ops.tssa import uncovered
 from tests.ops.tssa.common import bias, call, temps, tokens
-from tests.ops.tssa.sums import heads_told_apart, nearly_all_of_a_token
+from tests.ops.tssa.sums import distinct_heads, nearly_all_of_a_token
 
 TRITON = [p for p in backends("tssa") if p.values[0] == "triton"]
 if not TRITON:
@@ -71,7 +71,7 @@ def test_chunks_are_within_tolerance(case, backend, device):
 @FORMS
 @pytest.mark.parametrize("head_dim", [48, 64])
 def test_logits_keep_what_tells_heads_apart(head_dim, causal, backend, device):
-    heads_told_apart(head_dim, causal, backend, device)
+    distinct_heads(head_dim, causal, backend, device)
 
 
 @EACH
