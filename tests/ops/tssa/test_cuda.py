@@ -13,9 +13,9 @@ from tests.ops.tssa.common import DEVICES, WAYS, bias, call, going, temps, token
 from tests.ops.tssa.sums import (
     DRAWN,
     FLOORS,
+    distinct_heads,
     drawn_within_tolerance,
     floored_within_tolerance,
-    distinct_heads,
     nearly_all_of_a_token,
 )
 
