@@ -14,6 +14,8 @@ from tests.ops.tssa.persistent import MAX_SHARED, PAIRS, TWICE, Persistent
 from tests.ops.tssa.walking import PAIRS as WALKS
 from tests.ops.tssa.walking import Walking, step_of
 
+pytestmark = pytest.mark.exhaustive  # every kernel is compiled once more, to be followed
+
 ONCE_READ, ONCE_WRITTEN = (1, 0), (0, 1)
 STEP = step_of(WALKS, 96)
 
@@ -25,9 +27,7 @@ def moved(library, device, unrepeated):
     return lambda *tensors: [launch.gpu(torch.device("cpu")).moved(t) for t in tensors]
 
 
-@pytest.mark.parametrize(
-    "config", [PAIRS, pytest.param(TWICE, marks=pytest.mark.exhaustive)], ids=["cluster", "clusters"]
-)
+@pytest.mark.parametrize("config", [PAIRS, TWICE], ids=["cluster", "clusters"])
 def test_the_persistent_kernels_read_and_write_tokens_once(config, moved, backend):
     w, temp, options = halves(3, 3, 45, 16).contiguous(), temps(3), TSSACall()
     dout = halves(3, 3, 45, 16, seed=1).contiguous()
