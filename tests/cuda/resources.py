@@ -8,7 +8,10 @@ of NVRTC.
 
 import argparse
 import json
+import os
 import re
+import tempfile
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -30,15 +33,36 @@ def kernels(op, capability=None):
     return [*planner.kernels(), *own()]
 
 
+@contextmanager
+def standard_error():
+    """Collect what C code writes to the process's standard error; return a function that gives it."""
+    with tempfile.TemporaryFile() as file:
+        before = os.dup(2)
+        os.dup2(file.fileno(), 2)
+
+        def written():
+            file.seek(0)
+            return file.read().decode()
+
+        try:
+            yield written
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+
+
 def built(compiler, kernel, capability, *others):
     """Compile a kernel, and others of its header by their names.
 
-    The assembler may not wait for products of warp groups where the program does not: it says so by C75xx.
+    The assembler may not wait for products of warp groups where the program does not: it says so by C75xx. Where it
+    works on functions apart, these lines are in no log, but in standard error.
     """
     options, names = [*cubins.options(compiler), "--ptxas-options=-v"], [kernel.name, *others]
     texts = sources.headers(kernel.header)
-    made = compiler.compile(sources.unit(kernel), compiler.architecture(capability), options, texts, names)
-    assert "(C75" not in made.said, made.said
+    with standard_error() as written:
+        made = compiler.compile(sources.unit(kernel), compiler.architecture(capability), options, texts, names)
+        said = made.said + written()
+    assert "(C75" not in said, said
     return made
 
 

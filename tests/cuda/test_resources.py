@@ -65,6 +65,23 @@ def test_a_kernel_of_hopper_spills_nothing(name):
         assert found.registers <= RECORDED["kernels"]["mssa"]["sm_90"][kernel.name][0]
 
 
+@pytest.mark.parametrize(
+    ("name", "wait"),
+    [
+        ("long_backward_kernel<bf16, 64, false>", "    wgmma_wait<BEHIND>();\n"),
+        ("head_backward_kernel<bf16, 64, 208, false, false>", "    wgmma_wait<0>();\n    pin(t);\n"),
+    ],
+)
+def test_a_wait_that_the_assembler_adds_is_seen(name, wait, monkeypatch):
+    (kernel,) = (one for one in resources.kernels("mssa", 90) if one.name == f"mssa::{name}")
+    texts = sources.headers(kernel.header)
+    changed = {path: text.replace(wait, "") for path, text in texts.items()}
+    assert sum(changed[path] != texts[path] for path in texts) == 1
+    monkeypatch.setattr(sources, "headers", lambda header: changed)
+    with pytest.raises(AssertionError, match=r"\(C75\d\d\)"):
+        resources.built(compilers.needed(), kernel, 90)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dim", range(16, 129, 16))
