@@ -138,6 +138,12 @@ struct HeadGradient {
       // Two tokens of which none is a key of the other: no lse bounds their score.
       s[i] = exp2_fast(S::kMasked ? fminf(x, S::kTop) : x);
     }
+    // Never so. But without a branch the assembler moves most powers behind the wait for the products that they run
+    // beside.
+    if (factor < 0.0f) {
+#pragma unroll
+      for (int i = 0; i < COLUMNS / 2; ++i) s[i] *= factor;
+    }
     wgmma_wait<0>();
     pin(t);
     if constexpr (SIDE == Side::kBoth) pin(sums.more);
