@@ -24,7 +24,6 @@ import crate_kernels
 from crate_kernels import models, testing
 from crate_kernels._core import backends, measured
 from crate_kernels._cuda import launch as cuda_launch
-from crate_kernels._cuda.launch import Shape
 from crate_kernels._triton import launch
 from crate_kernels.bench import clock
 from crate_kernels.ops.tssa.cuda import persistent as tssa_persistent
@@ -148,12 +147,12 @@ def occupancy(kind, config, nheads, head_dim, seqlen, device="cuda"):
         raise Skipped(reason or "these kernels are for sm_90a")
     planner, tokens = (tssa_walking, ()) if kind == "walking" else (tssa_persistent, (seqlen,))
     for backward, record in ((False, TssaForward), (True, TssaBackward)):
-        shared = planner.shared_bytes(*sizes, *tokens, backward, config)
-        if shared > gpu.shared_limit:
+        bytes_ = planner.shared_bytes(*sizes, *tokens, backward, config)
+        block = tssa_persistent.block_of(nheads * head_dim, bytes_, config, gpu)
+        if block is None:
             continue
         kernel = planner.kernel(torch.bfloat16, *sizes, False, backward, config)
-        cluster, threads = config["CLUSTER"], tssa_persistent.threads_of(nheads * head_dim, config["THREADS"])
-        shape = Shape(gpu.multiprocessors * cluster, threads, shared, cluster)
+        shape = block._replace(blocks=gpu.multiprocessors * block.cluster)
         found[record.__name__] = gpu.active_clusters(cuda_launch.function(kernel, device, (record,)), shape)
     if not found or not all(found.values()):
         raise AssertionError(f"the GPU holds no cluster: {found}")

@@ -36,7 +36,7 @@ def test_the_loops_of_a_form_are_those_with_most_products_and_exponentials():
 
 
 @pytest.mark.exhaustive  # 5 kernels a row
-@pytest.mark.skipif(harness.VERSION != (3, 7), reason="the page has the figures of Triton 3.7")
+@pytest.mark.skipif(harness.VERSION != (3, 7), reason="needs Triton 3.7, of which the page has the figures")
 @pytest.mark.parametrize("head_dim", forms.WIDTHS)
 @pytest.mark.parametrize("target", harness.TARGETS)
 def test_the_table_is_what_is_compiled(target, head_dim):

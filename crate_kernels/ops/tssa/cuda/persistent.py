@@ -85,6 +85,13 @@ def threads_of(width: int, min_threads: int) -> int:
     return -(-min_threads // unit) * unit
 
 
+def block_of(width: int, bytes_: int, config: Config, gpu: LaunchDevice) -> Shape | None:
+    """Return a block and its cluster, of no grid yet; None where the GPU lacks the threads or the shared memory."""
+    threads = threads_of(width, config["THREADS"])
+    fits = threads <= MAX_THREADS and bytes_ <= gpu.shared_limit
+    return Shape(0, threads, bytes_, config["CLUSTER"]) if fits else None
+
+
 def round_up_4(count: int) -> int:
     """Round up to a multiple of 4."""
     return -(-count // 4) * 4
@@ -174,11 +181,9 @@ def plan(
     config = (BACKWARD if backward else FORWARD).config(w.device, p.width, p.seqlen, False, w.dtype)
     if not config["CLUSTER"]:
         return None
-    threads = threads_of(p.width, config["THREADS"])
-    bytes_ = shared_bytes(p.nheads, p.head_dim, p.seqlen, backward, config)
-    if threads > MAX_THREADS or bytes_ > gpu.shared_limit:
+    shape = block_of(p.width, shared_bytes(p.nheads, p.head_dim, p.seqlen, backward, config), config, gpu)
+    if shape is None:
         return None
     chosen = kernel(w.dtype, p.nheads, p.head_dim, call.key_padding_mask is not None, backward, config)
-    shape = Shape(0, threads, bytes_, config["CLUSTER"])
     record = TssaBackward if backward else TssaForward
     return resident(p, chosen, record, shape, w.device, gpu, config["TOGETHER"])

@@ -31,15 +31,14 @@ def workloads() -> list[Workload]:
 
 def _workload(table: Table, nheads: int, head_dim: int, seqlen: int, causal: bool) -> Workload:
     """Return a workload whose candidates are those that fit: another would time the kernels of forms.py again."""
-    gradient, limit = table in (persistent.BACKWARD, walking.BACKWARD), launch.gpu(torch.device("cuda")).shared_limit
+    gradient, gpu = table in (persistent.BACKWARD, walking.BACKWARD), launch.gpu(torch.device("cuda"))
 
     def fits(config: Config) -> bool:
         if causal:
-            needed = walking.shared_bytes(nheads, head_dim, gradient, config)
+            bytes_ = walking.shared_bytes(nheads, head_dim, gradient, config)
         else:
-            needed = persistent.shared_bytes(nheads, head_dim, seqlen, gradient, config)
-        threads = persistent.threads_of(nheads * head_dim, config["THREADS"])
-        return needed <= limit and threads <= persistent.MAX_THREADS
+            bytes_ = persistent.shared_bytes(nheads, head_dim, seqlen, gradient, config)
+        return persistent.block_of(nheads * head_dim, bytes_, config, gpu) is not None
 
     row = LaunchRow({}, nheads * head_dim, 1 << (seqlen - 1).bit_length(), half=True)
     fitting = replace(table, candidates=tuple(filter(fits, table.candidates)))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from crate_kernels._core import operator
-from crate_kernels._cuda.launch import Kernel, LaunchDevice, Shape
+from crate_kernels._cuda.launch import Kernel, LaunchDevice
 from crate_kernels._cuda.launch import gpu as launch_device
 from crate_kernels._cuda.records import CPP_TYPES
 from crate_kernels._triton.launch import INTERPRETER
@@ -90,12 +90,12 @@ def _serve(p: TssaProblem, w: Tensor, masked: bool, backward: bool, gpu: LaunchD
     cluster = config["CLUSTER"]
     if not cluster or 2 * p.nsequences * cluster < gpu.multiprocessors:
         return None
-    threads, bytes_ = threads_of(p.width, config["THREADS"]), shared_bytes(p.nheads, p.head_dim, backward, config)
-    if threads > MAX_THREADS or bytes_ > gpu.shared_limit:
+    shape = persistent.block_of(p.width, shared_bytes(p.nheads, p.head_dim, backward, config), config, gpu)
+    if shape is None:
         return None
     chosen = kernel(w.dtype, p.nheads, p.head_dim, masked, backward, config)
     record = TssaBackward if backward else TssaForward
-    found = persistent.resident(p, chosen, record, Shape(0, threads, bytes_, cluster), w.device, gpu)
+    found = persistent.resident(p, chosen, record, shape, w.device, gpu)
     return None if found is None else (found, chunk_of(p.width, config))
 
 
